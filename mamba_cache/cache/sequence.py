@@ -17,7 +17,7 @@ import numpy as np
 
 from mamba_cache._checks import INT64_MAX, as_ids, as_items, check_hashable
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.cache.hashing import BlockHashChain, BlockHashes, list_hash_ids
+from mamba_cache.cache.hashing import BlockHashChain, BlockHashes, ExtraKey, list_hash_ids
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.placement import CheckpointPlacement, PlacementFacts, placed_positions
 from mamba_cache.cache.policies import PromptFacts, StateProposal
@@ -256,6 +256,9 @@ class TierOffers(Protocol):
         /,
     ) -> object:
         """Offer a state of a sequence that became findable."""
+
+    def remove(self, kind: Any, cache_salt: ExtraKey, digest: bytes, /) -> object:
+        """Have a state, or keys and values, that are known to be wrong not found again."""
 
 
 class PrefixIndex:

@@ -30,20 +30,18 @@ from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import check_device_room, outside_inference_mode, to_device
 from mamba_cache.cache import (
     CheckpointPlacement,
-    KVBlockAllocator,
     SlotEvictionPolicy,
     SlotLease,
 )
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.cache.sequence import (
     Checkpoint,
-    PrefixIndex,
     PrefixMatch,
     Request,
     check_positions,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.memory import CacheMemory, Pin, make_memory
+from mamba_cache.context.memory import CacheMemory, Pin
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -61,7 +59,7 @@ from mamba_cache.context.speculation import (
     check_sampled,
     send_to_host,
 )
-from mamba_cache.context.stats import CacheStats, collect_stats
+from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import (
     CapturedExtractions,
     Drafts,
@@ -78,7 +76,6 @@ from mamba_cache.context.tier_memory import identity_of, with_secret
 from mamba_cache.context.tiering import NoTiers, Tiering, make_tiering
 from mamba_cache.context.verification import (
     HitToVerify,
-    HitVerifier,
     PrefixContent,
     VerificationStats,
 )
@@ -101,7 +98,6 @@ from mamba_cache.states import (
     plan_extraction,
 )
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, TierStats
-from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.lower import LowerTier
 
@@ -222,13 +218,18 @@ class DynamicInferenceContext:
         num_bytes = 4 * config.max_requests * columns + 8 * config.max_sequence_length
         rows = {name: getattr(config, name) for name in ("max_requests", "max_sequence_length")}
         check_room(num_bytes, rows)
-        memory = shared or make_memory(
-            config, state_spec, kv_spec, device=self.device, policy=slot_policy, clock=clock
+        memory = self._memory = shared or CacheMemory(
+            config,
+            state_spec,
+            kv_spec,
+            device=self.device,
+            policy=slot_policy,
+            placement=placement,
+            clock=clock,
         )
-        self.slot_allocator = memory.slots
-        self.kv_block_allocator = cast(KVBlockAllocator, memory.slots.kv_blocks)
-        self.kv_cache, self._pins, self._counters = memory.kv_cache, memory.pins, memory.counters
-        self.bytes_per_slot = self.slot_allocator.states.spec.bytes_per_slot
+        self.slot_allocator, self.kv_block_allocator = memory.allocator, memory.kv_blocks
+        self.kv_cache, self.bytes_per_slot = memory.kv_cache, memory.bytes_per_slot
+        self._index, self._pins, self._counters = memory.index, memory.pins, memory.counters
         self.listeners = self.kv_block_allocator.listeners
         # The owner of shared memory tells of its prompts, verifies their hits, and has tiers.
         self._has_owner = shared is not None
@@ -243,9 +244,8 @@ class DynamicInferenceContext:
         self._ending = self._guard.ending(self.listeners)
         self._tiering: Tiering | NoTiers = NoTiers()
         if shared is None:
-            self.kv_block_allocator.join(self._guard)
-            self.slot_allocator.join(self._guard)
-            self._tiering = make_tiering(
+            memory.join(self._guard)
+            self._tiering = self._index.tiers = make_tiering(
                 config,
                 kv_blocks=self.kv_block_allocator,
                 slots=self.slot_allocator,
@@ -259,7 +259,7 @@ class DynamicInferenceContext:
             self._tiering.host.join(self._guard)
         # Threads and a lock would outlive a context that nobody closes.
         self._closes_lower = finalize(self, self._tiering.abandon)
-        self._make_parts(placement, memory)
+        self._make_parts()
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
 
@@ -291,27 +291,10 @@ class DynamicInferenceContext:
         fields = SimpleNamespace(**{name: getattr(self, name) for name in names})
         self.slot_allocator.embed(cast(SlotContext, fields))
 
-    def _make_parts(self, placement: CheckpointPlacement, memory: CacheMemory) -> None:
+    def _make_parts(self) -> None:
         """Make what carries requests through their steps."""
         config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
-        self._verifier = HitVerifier(
-            0.0 if self._has_owner else config.verify_hits,
-            self.kv_block_allocator,
-            slots,
-            block_size_tokens=config.block_size_tokens,
-            read=weak_callback(self._saved_content),
-            remove=weak_callback(self._remove_entry),
-        )
-        self._index = memory.index or PrefixIndex(
-            self.kv_block_allocator,
-            slots,
-            block_size_tokens=config.block_size_tokens,
-            placement=placement,
-            counters=self._counters,
-            tiers=self._tiering,
-            on_counted=self._verifier.admitted if config.verify_hits else None,
-        )
         live, saved = ([*pool.tensors.values()] for pool in (self.live_states, slots.states))
         self._live_to_slots = StateCopier(live, saved)
         self._slots_to_live = StateCopier(saved, live)
@@ -1583,12 +1566,7 @@ class DynamicInferenceContext:
             else:
                 self._step = None
                 self.request_table.reset()
-                # Before the KV blocks, which tell the slots: these may contradict each other.
-                self.slot_allocator.reset()
-                self._pins.forget()
-                self.kv_block_allocator.reset()
-                self._counters.clear()
-                self._verifier.reset()
+                self._memory.clear()
                 self._tiering.reset()
 
     def verify_pending(
@@ -1616,33 +1594,16 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._require_none()
-        return self._verifier.verify(compute, max_hits)
+        return self._memory.verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
         """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
-        return self._verifier.stats()
-
-    def _saved_content(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
-        states = {name: t[:, slot] for name, t in self.slot_allocator.states.tensors.items()}
-        if self.kv_cache is None:
-            return PrefixContent(states)
-        return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens])
-
-    @guarded(changes=True)
-    def _remove_entry(self, kind: EntryKind, block: int, request: Request, digest: bytes) -> None:
-        """Make an entry unfindable, on the GPU and below."""
-        if kind is EntryKind.STATE:
-            self.slot_allocator.invalidate_block(block)
-        else:
-            self.kv_block_allocator.deregister_blocks([block])
-        self._tiering.remove(kind, request.cache_salt, digest)
+        return self._memory.verifier.stats()
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
         self._guard.tidy()
-        return collect_stats(
-            self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
-        )
+        return self._memory.stats()
 
     @property
     def host_tier(self) -> HostTier | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache._torch import check_device_room
 from mamba_cache.cache import (
     SLOT_POLICIES,
+    CheckpointPlacement,
     KVBlockAllocator,
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
@@ -26,8 +27,11 @@ from mamba_cache.cache import (
 )
 from mamba_cache.cache.kv_block_allocator import BYTES_PER_BLOCK
 from mamba_cache.cache.rows import as_rows
-from mamba_cache.cache.sequence import PrefixIndex
+from mamba_cache.cache.sequence import MissReason, PrefixIndex, Request
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.stats import CacheStats
+from mamba_cache.context.tiering import NoTiers
+from mamba_cache.context.verification import HitVerifier, PrefixContent
 from mamba_cache.errors import (
     BlockCapacityError,
     BudgetError,
@@ -44,8 +48,9 @@ from mamba_cache.states import (
     StateSpec,
     slots_in_budget,
 )
+from mamba_cache.tiers.entry import EntryKind
 
-__all__ = ["CacheMemory", "Pin", "Pins", "make_memory"]
+__all__ = ["CacheMemory", "Pin", "Pins"]
 
 _LONGEST = 1e9
 _ADVICE = "unpin another prompt, or raise max_pinned_share"
@@ -200,81 +205,159 @@ class Pins:
         self._kv_blocks.release(as_rows(pin._block_ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
     """KV blocks and slots, their tensors, and what is kept of them.
 
     A context makes its own, or runs over that of an owner who computes prefixes of the same model.
     An owner puts both behind a guard and holds none of them while a call of the context runs,
-    beside what is cached.
+    beside what is cached. It reads a state by a copy that is enqueued at once. So of its memory a
+    slot may be evicted although its block is held: the state that a prompt resumes from makes room
+    for the one at its end.
     """
 
-    slots: MambaSlotAllocator  # over the KV blocks; the context is embedded in them
-    kv_cache: torch.Tensor | None
-    pins: Pins
-    counters: Counter[str] = field(default_factory=Counter)
-    index: PrefixIndex | None = None  # over both, the owner's; None: the context makes one
+    def __init__(
+        self,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None,
+        *,
+        device: torch.device,
+        policy: SlotEvictionPolicy | None,
+        placement: CheckpointPlacement,
+        clock: Callable[[], float],
+        is_owners: bool = False,
+    ) -> None:
+        quantization, slot_spec = None, state_spec
+        if config.slot_quantization is not None:
+            quantization = SlotQuantization(config.quantized_tensors)
+            slot_spec = quantization.slot_spec(state_spec)
+        num_slots = config.max_slots if config.enable_prefix_caching else 0
+        if num_slots is None:
+            assert config.slot_budget_gb is not None
+            num_slots = slots_in_budget(config.slot_budget_gb, slot_spec)
+        pool_size = _kv_pool_size(config, kv_spec)
+        block_bytes = kv_spec.bytes_per_block(config.block_size_tokens) if kv_spec else 0
+        given = ("cache_gb", "kv_cache_gb", "num_kv_blocks", "mamba_cache_gb", "max_slots")
+        settings = {name: getattr(config, name) for name in given}
+        check_room(pool_size * BYTES_PER_BLOCK, settings)
+        num_bytes = pool_size * block_bytes + num_slots * slot_spec.bytes_per_slot
+        check_device_room(num_bytes, settings, device)
+        self.config, self._placement, self._clock = config, placement, clock
+        self.bytes_per_slot = slot_spec.bytes_per_slot
+        self.counters: Counter[str] = Counter()
+        self.kv_blocks = KVBlockAllocator(
+            pool_size,
+            eviction_policy=config.eviction_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            as_tensor=None if is_owners else torch.from_numpy,
+        )
+        self.kv_cache: torch.Tensor | None = None
+        if kv_spec is not None:
+            self.kv_cache = kv_spec.allocate(pool_size, config.block_size_tokens, device)
+        embedding = SimpleNamespace(  # until the context is embedded
+            kv_block_allocator=self.kv_blocks,
+            device=device,
+            max_requests=config.max_requests,
+            max_mamba_intermediate_states_per_step=0,
+        )
+        if policy is None:
+            is_ref_zero = config.eviction_policy is EvictionPolicy.REF_ZERO
+            policy_of = RefZeroSlotPolicy if is_ref_zero else SLOT_POLICIES["adaptive"]
+            policy = SLOT_POLICIES.get(config.slot_policy or "", policy_of)()
+        slots = MambaSlotAllocator.from_spec(
+            cast(SlotContext, embedding),
+            num_slots,
+            state_spec,
+            policy=policy,
+            quantization=quantization,
+            evicts_held=is_owners,
+        )
+        self.use(slots)
 
+    def use(self, slots: SlotPool) -> None:
+        """Save states in these slots, over the same KV blocks, from now on."""
+        config = self.config
+        self.slots = slots
+        share = config.max_pinned_share
+        self.pins = Pins(self.kv_blocks, slots, max_share=share, clock=self._clock)
+        self.verifier = HitVerifier(
+            config.verify_hits,
+            self.kv_blocks,
+            slots,
+            block_size_tokens=config.block_size_tokens,
+            read=weak_callback(self.read),
+            remove=weak_callback(self._remove),
+        )
+        self.index = PrefixIndex(
+            self.kv_blocks,
+            slots,
+            block_size_tokens=config.block_size_tokens,
+            placement=self._placement,
+            counters=self.counters,
+            tiers=NoTiers(),
+            on_counted=self.verifier.admitted if config.verify_hits else None,
+        )
 
-def make_memory(
-    config: CacheConfig,
-    state_spec: StateSpec,
-    kv_spec: KVCacheSpec | None,
-    *,
-    device: torch.device,
-    policy: SlotEvictionPolicy | None,
-    clock: Callable[[], float],
-    is_owners: bool = False,
-) -> CacheMemory:
-    """Make the memory of a context, or with ``is_owners`` that of an owner who shares it with one.
+    @property
+    def _guard(self) -> CallGuard:
+        return self.kv_blocks._guard
 
-    An owner reads a state by a copy that is enqueued at once. So a slot may be evicted although its
-    block is held: the state that a prompt resumes from makes room for the one at its end.
-    """
-    quantization, slot_spec = None, state_spec
-    if config.slot_quantization is not None:
-        quantization = SlotQuantization(config.quantized_tensors)
-        slot_spec = quantization.slot_spec(state_spec)
-    num_slots = config.max_slots if config.enable_prefix_caching else 0
-    if num_slots is None:
-        assert config.slot_budget_gb is not None
-        num_slots = slots_in_budget(config.slot_budget_gb, slot_spec)
-    pool_size = _kv_pool_size(config, kv_spec)
-    block_bytes = kv_spec.bytes_per_block(config.block_size_tokens) if kv_spec else 0
-    given = ("cache_gb", "kv_cache_gb", "num_kv_blocks", "mamba_cache_gb", "max_slots")
-    settings = {name: getattr(config, name) for name in given}
-    check_room(pool_size * BYTES_PER_BLOCK, settings)
-    num_bytes = pool_size * block_bytes + num_slots * slot_spec.bytes_per_slot
-    check_device_room(num_bytes, settings, device)
-    kv_blocks = KVBlockAllocator(
-        pool_size,
-        eviction_policy=config.eviction_policy,
-        enable_prefix_caching=config.enable_prefix_caching,
-        as_tensor=None if is_owners else torch.from_numpy,
-    )
-    kv_cache = None
-    if kv_spec is not None:
-        kv_cache = kv_spec.allocate(kv_blocks.pool_size, config.block_size_tokens, device)
-    fields = SimpleNamespace(  # until the context is embedded
-        kv_block_allocator=kv_blocks,
-        device=device,
-        max_requests=config.max_requests,
-        max_mamba_intermediate_states_per_step=0,
-    )
-    if policy is None:
-        is_ref_zero = config.eviction_policy is EvictionPolicy.REF_ZERO
-        policy_of = RefZeroSlotPolicy if is_ref_zero else SLOT_POLICIES["adaptive"]
-        policy = SLOT_POLICIES.get(config.slot_policy or "", policy_of)()
-    slots = MambaSlotAllocator.from_spec(
-        cast(SlotContext, fields),
-        num_slots,
-        state_spec,
-        policy=policy,
-        quantization=quantization,
-        evicts_held=is_owners,
-    )
-    pins = Pins(kv_blocks, slots, max_share=config.max_pinned_share, clock=clock)
-    return CacheMemory(slots=slots, kv_cache=kv_cache, pins=pins)
+    @property
+    def allocator(self) -> MambaSlotAllocator:
+        """The slots, which have tensors until their owner gives these back."""
+        assert isinstance(self.slots, MambaSlotAllocator), "the memory is given back"
+        return self.slots
+
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards."""
+        self.kv_blocks.join(guard)
+        self.slots.join(guard)
+
+    def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
+        """Return what is saved of a prefix: its state, and the KV of its tokens."""
+        states = {name: t[:, slot] for name, t in self.allocator.states.tensors.items()}
+        if self.kv_cache is None:
+            return PrefixContent(states)
+        return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens])
+
+    @guarded(nests=True, changes=True)
+    def _remove(self, kind: EntryKind, block: int, request: Request, digest: bytes) -> None:
+        """Make an entry unfindable, on the GPU and below."""
+        if kind is EntryKind.STATE:
+            self.slots.invalidate_block(block)
+        else:
+            self.kv_blocks.deregister_blocks([block])
+        self.index.tiers.remove(kind, request.cache_salt, digest)
+
+    def clear(self) -> None:
+        """Forget every prefix, pin and count."""
+        # Before the KV blocks, which tell the slots: these may contradict each other.
+        self.slots.reset()
+        self.pins.forget()
+        self.kv_blocks.reset()
+        self.counters.clear()
+        self.verifier.reset()
+
+    def stats(self) -> CacheStats:
+        """Return what the cache did so far and what it holds now."""
+        counters, kv_blocks, slots = self.counters, self.kv_blocks, self.slots
+        known: dict[str, Any] = {
+            "misses": {reason.value: n for reason in MissReason if (n := counters[reason])},
+            "refused_states": slots.refused_states_total,
+            "skipped_checkpoints": slots.skipped_checkpoints_total,
+            "evicted_blocks": kv_blocks.evicted_blocks_total,
+            "evicted_slots": slots.evicted_slots_total,
+            "free_blocks": kv_blocks.num_free_blocks,
+            "cached_blocks": kv_blocks.num_cached_blocks,
+            "used_blocks": kv_blocks.num_used_blocks,
+            "free_slots": slots.free_count,
+            "reserved_slots": slots.num_reserved_slots,
+            "cached_slots": slots.num_cached_slots,
+            "bytes_per_slot": self.bytes_per_slot,
+            "bypasses": {},
+        }
+        counted = {each.name: counters[each.name] for each in fields(CacheStats)}
+        return CacheStats(**counted | known)
 
 
 def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
-from mamba_cache.cache import KVBlockAllocator, SlotPool
-from mamba_cache.cache.sequence import MissReason
-
-__all__ = ["CacheStats", "collect_stats"]
+__all__ = ["CacheStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -91,29 +86,3 @@ class CacheStats:
         counts = {each.name: getattr(self, each.name) for each in fields(self)}
         said = [f"hit_rate={self.hit_rate:.3g}", *(f"{k}={v}" for k, v in counts.items() if v)]
         return f"CacheStats({', '.join(said)})"
-
-
-def collect_stats(
-    counters: Counter[str],
-    kv_blocks: KVBlockAllocator,
-    slots: SlotPool,
-    bytes_per_slot: int,
-) -> CacheStats:
-    """Join the context's counters with those of its allocators."""
-    known: dict[str, Any] = {
-        "misses": {reason.value: n for reason in MissReason if (n := counters[reason])},
-        "refused_states": slots.refused_states_total,
-        "skipped_checkpoints": slots.skipped_checkpoints_total,
-        "evicted_blocks": kv_blocks.evicted_blocks_total,
-        "evicted_slots": slots.evicted_slots_total,
-        "free_blocks": kv_blocks.num_free_blocks,
-        "cached_blocks": kv_blocks.num_cached_blocks,
-        "used_blocks": kv_blocks.num_used_blocks,
-        "free_slots": slots.free_count,
-        "reserved_slots": slots.num_reserved_slots,
-        "cached_slots": slots.num_cached_slots,
-        "bytes_per_slot": bytes_per_slot,
-        "bypasses": {},
-    }
-    counted = {each.name: counters[each.name] for each in fields(CacheStats)}
-    return CacheStats(**counted | known)

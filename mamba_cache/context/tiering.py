@@ -295,7 +295,7 @@ class Tiering:
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again, in any tier."""
-        tenant = tenant_digest(self._secret, cache_salt)
+        tenant = self._tenant(cache_salt)
         self._remove_below(EntryKey(self._identity, tenant, kind, digest, self._rank))
         self.host.poll()  # what lower tiers have brought by now counts
         self.host[kind].remove(digest)
@@ -597,10 +597,13 @@ class Tiering:
 
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
         """Return what derives the entries of a prompt."""
-        tenant = tenant_digest(self._secret, cache_salt)
+        tenant = self._tenant(cache_salt)
         return PromptEntries(
             hashes, self._identity, tenant, self._rank, self._block_size, self._row_bytes
         )
+
+    def _tenant(self, cache_salt: ExtraKey) -> bytes:
+        return tenant_digest(self._secret, cache_salt)
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""

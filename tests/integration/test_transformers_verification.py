@@ -76,6 +76,24 @@ def test_what_is_corrupted_is_found_and_removed(generator, block):
     assert find(cache, hit) is None
 
 
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_what_is_wrong_of_a_salted_prompt_is_removed_from_the_disk_too(generator, salt, tmp_path):
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    prompt = text(generator, 3 * BLOCK + 2)
+    with make_verified(**settings) as cache:
+        for ids in (prompt, join(prompt, text(generator, 4))):
+            cached(cache, ids, cache_salt=salt)
+        hit = cache._store.verifier.take()
+        _, slot = find(cache, hit)
+        cache._store.tensors.room(slot, 0).states[-1][0, 0, 0, 0] += 0.01
+        cache._store.verifier._waiting.append(hit)
+        cache._store.tiers.flush()
+        before = cache.tier_stats()[1].entries["state"]
+        assert cache.verify_pending() == 1
+        cache._store.tiers.flush()
+        assert cache.tier_stats()[1].entries["state"] == before - 1
+
+
 def test_hits_of_batches_over_tiers_are_verified_and_removed_below_too(generator):
     own = subject("granite 4")
     cache = own.cache(verify_hits=1.0, host_cache_gb=0.01)

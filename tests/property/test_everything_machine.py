@@ -61,7 +61,7 @@ class Watched:
     def cannot_verify(self):
         hit = take(self.context)
         if hit is not None:
-            self.context._verifier.judge(hit, None)
+            self.context._memory.verifier.judge(hit, None)
 
     @invariant()
     def what_is_verified_is_right(self):

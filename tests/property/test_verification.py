@@ -66,7 +66,7 @@ def test_what_is_corrupted_differs(rounds, data):
     context = engine.context
     converse(engine, rounds)
     hits = []
-    while (hit := context._verifier.take()) is not None:
+    while (hit := context._memory.verifier.take()) is not None:
         hits.append(hit)
     if not hits:
         return
@@ -81,7 +81,7 @@ def test_what_is_corrupted_differs(rounds, data):
     index = tuple(data.draw(st.integers(0, size - 1)) for size in values.shape)
     size = torch.linalg.vector_norm(values).item()
     values[index] += 1e-3 * (size + 1e-3)
-    context._verifier._waiting.append(hit)
+    context._memory.verifier._waiting.append(hit)
     assert verify_pending(engine) == 1
     is_state = place < len(saved)
     wanted = {"state": 1, "kv": 0} if is_state else {"state": 0, "kv": 1}

@@ -10,12 +10,12 @@ from mamba_cache.reference.engine import compute_prefix
 
 def take(context):
     """Returns the hit that has waited longest to be verified; None if there is none."""
-    return context._verifier.take()
+    return context._memory.verifier.take()
 
 
 def verify(context, hit):
     """Computes a hit's prefix with the reference model; returns what differs."""
-    return context._verifier.judge(hit, compute_prefix(MODEL, context, hit))
+    return context._memory.verifier.judge(hit, compute_prefix(MODEL, context, hit))
 
 
 def files_called(call):

@@ -1,7 +1,5 @@
 """A context over blocks and slots that are not its alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from context_rig import (
@@ -15,10 +13,8 @@ from context_rig import (
 from slot_rig import Listening
 
 from mamba_cache.cache.placement import check_placement
-from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.context.memory import make_memory
-from mamba_cache.context.tiering import NoTiers
+from mamba_cache.context.memory import CacheMemory
 from mamba_cache.errors import PoisonedError
 from mamba_cache.events import Admitted, Stored
 
@@ -29,12 +25,13 @@ PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 def make_store(blocks=20, slots=10, policy=None):
     """What an owner makes before there is a context."""
     config = make_config(num_kv_blocks=blocks, max_slots=slots, max_pinned_share=0.5)
-    return make_memory(
+    return CacheMemory(
         config,
         STATES,
         KV,
         device=torch.device("cpu"),
         policy=policy,
+        placement=check_placement(None),
         clock=lambda: 0.0,
         is_owners=True,
     )
@@ -110,16 +107,8 @@ def test_extra_keys_stand_beside_the_block_that_they_are_of():
 def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     policy = Listening()
     store = make_store(policy=policy)
-    index = PrefixIndex(
-        store.slots.kv_blocks,
-        store.slots,
-        block_size_tokens=BLOCK,
-        placement=check_placement(None),
-        counters=store.counters,
-        tiers=NoTiers(),
-    )
-    index.refuses_states = refuses
-    context = embed(replace(store, index=index))
+    store.index.refuses_states = refuses
+    context = embed(store)
     answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
     assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
     context.check_invariants()

@@ -2,14 +2,12 @@
 
 import sys
 import threading
-from collections import Counter
 
 import pytest
 from context_rig import BLOCK, add, generate, make_config, make_context, run_step
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import MissReason
-from mamba_cache.context.stats import collect_stats
 
 COUNTED = (
     "requests", "hits", "kv_matched_blocks", "state_matched_blocks", "skipped_tokens",
@@ -29,8 +27,8 @@ def many_switches():
 
 def test_regression_reasons_may_come_up_while_another_thread_reads(many_switches):
     """A dict that grows under an iteration raises; a scrape of metrics met that."""
-    context = make_context()
-    counters = Counter()
+    memory = make_context()._memory
+    counters = memory.counters
     running = threading.Event()
 
     def count_and_reset():
@@ -43,8 +41,7 @@ def test_regression_reasons_may_come_up_while_another_thread_reads(many_switches
     writer.start()
     try:
         for _ in range(3000):
-            stats = collect_stats(counters, context.kv_block_allocator, context.slot_allocator, 1)
-            assert set(stats.misses.values()) <= {1}
+            assert set(memory.stats().misses.values()) <= {1}
     finally:
         running.set()
         writer.join()
@@ -67,9 +64,9 @@ def test_statistics_are_the_counters_and_the_totals_of_the_allocators():
     kv_blocks.evicted_blocks_total = 111
     slots.skipped_checkpoints_total, slots.evicted_slots_total = 113, 114
     slots.reserve_slots([3])
-    stats = collect_stats(Counter(numbers), kv_blocks, slots, 77)
+    context._memory.counters.update(numbers)
+    stats = context.stats()
     assert {name: getattr(stats, name) for name in numbers} == numbers
-    assert stats.bytes_per_slot == 77
     assert stats.evicted_blocks == 111
     assert (stats.skipped_checkpoints, stats.evicted_slots) == (113, 114)
     assert (stats.free_slots, stats.reserved_slots, stats.cached_slots) == (99, 1, 0)

@@ -230,7 +230,7 @@ def test_misuse_is_refused():
     context, hit = make_verified()
     content = computed(context, hit)
     with pytest.raises(InvalidArgumentError, match="must have the tensors"):
-        context._verifier.judge(hit, PrefixContent({"conv": content.states["conv"]}))
+        context._memory.verifier.judge(hit, PrefixContent({"conv": content.states["conv"]}))
     with pytest.raises(InvalidArgumentError, match="max_hits"):
         context.verify_pending(pytest.fail, 0)
     with pytest.raises(InvalidArgumentError, match="slot_quantization"):
@@ -287,7 +287,7 @@ def test_contexts_without_kv_compare_states_alone():
     hit = take(context)
     states = {name: t[:, 0] for name, t in context.live_states.tensors.items()}
     content = PrefixContent({name: torch.zeros_like(state) for name, state in states.items()})
-    assert context._verifier.judge(hit, content) == []
+    assert context._memory.verifier.judge(hit, content) == []
 
 
 def test_it_costs_nothing_when_it_is_off():

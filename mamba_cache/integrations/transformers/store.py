@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from mamba_cache._guard import CallGuard, weak_callback
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import (
     BlockHashChain,
@@ -17,7 +16,6 @@ from mamba_cache.cache import (
     BlockHashes,
     CheckpointPlacement,
     ExtraKey,
-    KVBlockAllocator,
     SlotEvictionPolicy,
     SlotPool,
 )
@@ -25,22 +23,17 @@ from mamba_cache.cache.placement import PlacementFacts, placed_positions
 from mamba_cache.cache.sequence import (
     CachedSequence,
     Checkpoint,
-    PrefixIndex,
     PrefixMatch,
     Request,
     TokenArray,
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import PrefixContent
-from mamba_cache.context.memory import CacheMemory, Pins, make_memory
-from mamba_cache.context.stats import CacheStats, collect_stats
-from mamba_cache.context.tiering import NoTiers
-from mamba_cache.context.verification import HitVerifier
+from mamba_cache.context.memory import CacheMemory
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.layers import PrefixLayout, PrefixTensors, SequenceMemory
 from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.tiers.entry import EntryKind
 
 if TYPE_CHECKING:
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
@@ -67,7 +60,7 @@ class PromptEnds:
         return {*placed_positions(self._placement, facts), *ends}
 
 
-class PrefixStore:
+class PrefixStore(CacheMemory):
     """Blocks and slots: who has which, what is in them, and what was done so far."""
 
     def __init__(
@@ -80,49 +73,26 @@ class PrefixStore:
         placement: CheckpointPlacement,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        memory = make_memory(
+        self.placement = PromptEnds(placement, config.min_computed_tokens)
+        super().__init__(
             config,
             layout.state_spec,
             None,
             device=layout.device,
             policy=slot_policy,
+            placement=self.placement,
             clock=clock,
             is_owners=True,
         )
         self.layout = layout
-        self.config = config
         self.hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
-        self.kv_blocks = cast(KVBlockAllocator, memory.slots.kv_blocks)
         self.kv_blocks.listeners = listeners
-        self.slots: SlotPool = memory.slots
-        self.pins, self.counters = memory.pins, memory.counters
-        self.tensors = PrefixTensors(layout, memory.slots.states, self.kv_blocks.pool_size)
+        self.tensors = PrefixTensors(layout, self.allocator.states, self.kv_blocks.pool_size)
         # By adapter key the dtypes of what the model's cache holds, where they are not those of the
         # layout: under autocast, for example.
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
-        self.placement = PromptEnds(placement, config.min_computed_tokens)
-        self._make_index()
-
-    def _make_index(self) -> None:
-        self.verifier = HitVerifier(
-            self.config.verify_hits,
-            self.kv_blocks,
-            self.slots,
-            block_size_tokens=self.layout.block_size_tokens,
-            read=weak_callback(self._read),
-            remove=weak_callback(self._remove),
-        )
-        self.index = PrefixIndex(
-            self.kv_blocks,
-            self.slots,
-            block_size_tokens=self.layout.block_size_tokens,
-            placement=self.placement,
-            counters=self.counters,
-            tiers=NoTiers(),
-            on_counted=self.verifier.admitted if self.config.verify_hits else None,
-        )
 
     def add_tiers(self, tiers: PrefixTiers) -> None:
         """Have prefixes kept below as well, until the store is closed."""
@@ -133,14 +103,8 @@ class PrefixStore:
     @outside_inference_mode
     def share(self) -> CacheMemory:
         """Return what a context of the model needs to have its prefixes here as well."""
-        assert isinstance(self.slots, MambaSlotAllocator)  # until it is closed
-        return CacheMemory(
-            slots=self.slots,
-            kv_cache=self.tensors.kv_cache(),
-            counters=self.counters,
-            pins=self.pins,
-            index=self.index,
-        )
+        self.kv_cache = self.tensors.kv_cache()
+        return self
 
     @property
     def is_empty(self) -> bool:
@@ -148,11 +112,6 @@ class PrefixStore:
         if self.tiers is not None:
             return False
         return not (self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks)
-
-    def join(self, guard: CallGuard) -> None:
-        """Becomes a part of what ``guard`` guards."""
-        self.kv_blocks.join(guard)
-        self.slots.join(guard)
 
     def let_go(self) -> None:
         """Give back all that records hold, when the call that opened them is over."""
@@ -163,7 +122,8 @@ class PrefixStore:
         if self.tiers is not None:
             self.tiers.let_go()
 
-    def _read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
+    def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
+        """Return what is saved of a prefix, in the model's own layers."""
         return self.content(self.tensors.load(slot, blocks, num_tokens))
 
     def content(self, memory: SequenceMemory) -> PrefixContent:
@@ -173,15 +133,6 @@ class PrefixStore:
         for (name, _), tensor in zip(self.layout.state_places, held, strict=True):
             states.setdefault(name, []).append(tensor[0])
         return PrefixContent(states, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
-
-    def _remove(self, kind: EntryKind, block: int, _: Request, digest: bytes) -> None:
-        """Make a block, or the state at its end, unfindable that is wrong, in tiers too."""
-        if kind is EntryKind.STATE:
-            self.slots.invalidate_block(block)
-        else:
-            self.kv_blocks.deregister_blocks([block])
-        if self.tiers is not None:
-            self.tiers.remove(kind, None, digest)
 
     def request(self, tokens: Any, key: ExtraKey, request_id: Hashable, **fields: Any) -> Request:
         """Return a request for a prompt, under the model's key; ``fields`` are further ones."""
@@ -244,21 +195,11 @@ class PrefixStore:
             listeners.put(event)
             listeners.tell()
 
-    def stats(self) -> CacheStats:
-        """Return what the cache did so far and what it holds now."""
-        num_bytes = self.layout.state_spec.bytes_per_slot
-        return collect_stats(self.counters, self.kv_blocks, self.slots, num_bytes)
-
     def reset(self) -> None:
         """Forget every prefix and every count."""
-        # Before the blocks, which tell the slots: books that contradict each other are not read.
-        self.slots.reset()
-        self.pins.forget()
-        self.kv_blocks.reset()
-        self.counters.clear()
+        self.clear()
         self.live_dtypes.clear()
         self._told_lora_id = None
-        self.verifier.reset()
         if self.tiers is not None:
             self.tiers.reset()
 
@@ -267,9 +208,8 @@ class PrefixStore:
         self.reset()
         self.tensors.clear()
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
-            self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
-            self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
-            self._make_index()
+            self.use(SlotPool(self.slots.max_slots, self.kv_blocks))
+            self.kv_cache = None
 
     def check_invariants(self) -> None:
         """Check the books, between calls."""

@@ -13,7 +13,7 @@ from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache import ExtraKey
 from mamba_cache.cache.sequence import CachedSequence, Checkpoint, PrefixMatch
-from mamba_cache.context.prefetch import Prefetch, PromptEntries
+from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.requests import PlannedLoad
 from mamba_cache.context.tier_memory import open_disk
 from mamba_cache.context.tiering import Tiering
@@ -125,8 +125,8 @@ class PrefixTiers(Tiering):
         is_alike = self._key not in self._store.live_dtypes
         return self._key is not None and is_alike
 
-    def _entries(self, sequence: CachedSequence) -> PromptEntries:
-        return self.entries(sequence.hashes, None)  # digests have the salt
+    def _tenant(self, _: ExtraKey) -> bytes:
+        return super()._tenant(None)  # digests have the salt
 
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
