@@ -45,7 +45,7 @@ PAGE_BYTES: Final = 4096
 _CHUNK_BYTES: Final = 4 * 2**20
 _KEY_PARTS: Final = 6
 _NANOSECONDS_PER_TOKEN: Final = 1000
-_REST_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 5.0
 
 
 class DiskStore(BlobStore):
@@ -244,7 +244,7 @@ class DiskStore(BlobStore):
         """Delete other identities' folders, then the oldest entries, until an entry fits."""
         if time.monotonic() >= self._looks_at:
             self._others = [each for each in folders(self._path) if each.path != self.folder]
-            self._looks_at = time.monotonic() + _REST_SECONDS
+            self._looks_at = time.monotonic() + _PAUSE_SECONDS
         for other in list(self._others):
             if self._fits(kind):
                 return
@@ -292,7 +292,7 @@ class DiskStore(BlobStore):
         except (OSError, InvalidArgumentError) as error:
             if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
                 return StoreFault.IO_ERROR
-            self._full_until = time.monotonic() + _REST_SECONDS  # what is there can be read
+            self._full_until = time.monotonic() + _PAUSE_SECONDS  # what is there can be read
             return StoreFault.DISK_FULL
         return None
 

@@ -1,12 +1,12 @@
-"""The lower tier: entries on a disk or in a store, verified whenever they are read.
+"""The lower tier: entries on a disk or in a store, verified at each read.
 
-A caller queues a *job*. Its *steps* are written as a generator: each gives the calls of the store
-that it needs, and goes on when all of them are answered. Threads take calls from the queues,
-together those that one call of the store can answer. When the steps end, the job is counted, and
-its ``done`` is called. ``flush`` waits for all of that.
+Callers queue *jobs*. A job's *steps* are a generator: each step yields the calls of the store that
+it needs, and the next step begins when all of these calls are answered. Worker threads take calls
+from the queues and join those that one call of the store can answer. When a job's steps end, the
+tier counts the job and calls its ``done``. ``flush`` waits until this is done for all jobs.
 
-An entry is stored in chunks, and its header last: who finds the header finds the chunks. What a
-store says is not believed: ``exists`` confirms what was put, sizes and MACs what was read.
+The header of an entry is stored after its chunks, so a header implies its chunks. The tier does
+not trust a store: ``exists_many`` confirms each put; sizes and MACs verify each read.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ __all__ = ["Call", "Done", "Job", "LowerTier", "Verb"]
 
 _log = logging.getLogger(__name__)
 
-_REST_SECONDS: Final = 5.0
-"""For so long a tier is left alone after failures."""
+_PAUSE_SECONDS: Final = 5.0
+"""Pause after failures, in which the tier does not call its store or disk."""
 
-_FAILURES_TO_REST: Final = 2
+_FAILURES_TO_PAUSE: Final = 2
 
 _CHUNK_BYTES: Final = 2**21
-"""Part of the format, as the header is: all processes that share a store have the same."""
+"""Part of the format: all processes that share a store must use the same size."""
 
 _CHUNKS_AT_ONCE: Final = 8
-_CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
+_CHUNKS_READ_AT_ONCE: Final = 4  # a longer read could miss its deadline in a store that works
 _JOBS_AT_ONCE: Final = 64
-_MAX_THREADS: Final = 4  # for a store, unless more are asked for
+_MAX_THREADS: Final = 4  # limit of the default for a store
 _CONNECT_SECONDS: Final = 30.0
-_BELIEVED_SECONDS: Final = 60.0
+_STORED_TTL_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
 
 _UNDAMAGED: Final = frozenset({Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT, Refusal.ABORTED})
-"""Refusals of entries that need not be bad."""
+"""Refusals that do not show that an entry is damaged."""
 
 Done: TypeAlias = Callable[[Refusal | None], object]
-"""Called once, from any thread, when a put or a load is over: None, or why it failed."""
+"""Callback of a job: called once, from any thread, with None or the reason of the failure."""
 
 _T = TypeVar("_T")
 
 _Outcome: TypeAlias = tuple[Refusal | None, str]
-"""Why a job brought nothing, and what a put is counted as. As the answer of a call: it has none."""
+"""A job's refusal or None, and the count for a put. As the answer of a call, it ends the job."""
 
 _ABORTED: Final = (Refusal.ABORTED, "aborted")
 
@@ -77,7 +77,7 @@ _Steps: TypeAlias = "Generator[list[Call], list[Any], _Outcome]"
 
 
 class Verb(str, Enum):
-    """What a job does."""
+    """The kind of a job."""
 
     ASK = "ask"
     LOAD = "load"
@@ -97,18 +97,18 @@ _NOTHING: Final = memoryview(b"")
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What a job needs of one blob."""
+    """One blob's share in a call of the store."""
 
     method: str
-    name: str = ""  # of the blob
+    name: str = ""  # key of the blob
     buffer: memoryview = _NOTHING
-    read: Callable[[memoryview], bytes] = bytes  # makes the answer of what was read
-    job: Job | None = None  # of a probe nobody waits for the answer
+    read: Callable[[memoryview], bytes] = bytes  # turns the bytes that were read into the answer
+    job: Job | None = None  # None for a probe of a paused store
     answer: Any = None
 
     @property
     def is_failed(self) -> bool:
-        """Whether the job need not do the rest of its step."""
+        """Whether the job can skip the other calls of its step."""
         if self.method == _GET:
             return not isinstance(self.answer, bytes)
         return isinstance(self.answer, tuple) or (self.method == _PUT and self.answer is not None)
@@ -116,48 +116,48 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What was queued, and how far it is."""
+    """A queued job and its progress."""
 
     verb: Verb
     done: Done | None = None
-    facts: EntryFacts | None = None  # of what is loaded or put
+    facts: EntryFacts | None = None  # of the entry that is loaded or put
     steps: _Steps = field(init=False)
-    calls: list[Call] = field(default_factory=list)  # of its present step
-    num_left: int = 0  # of these, those without an answer
+    calls: list[Call] = field(default_factory=list)  # of the current step
+    num_left: int = 0  # number of calls without an answer
     is_begun: bool = False
-    is_revoked: bool = False  # the entry is wrong: the job aborts
+    is_revoked: bool = False  # the entry was found to be wrong: the job ends as aborted
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A thread, and the memory that its calls read and write."""
+    """A thread and the memory that its calls read and write."""
 
-    verb: Verb | None = None  # of the jobs that it works for
-    calls: Sequence[Call] = ()  # that it makes
-    deadline: float | None = None  # of its call
+    verb: Verb | None = None  # kind of the jobs whose calls it makes
+    calls: Sequence[Call] = ()  # in progress, as one call of the store
+    deadline: float | None = None  # of the call of the store
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
-class _GivenUpError(Exception):
-    """A call did not return by its deadline, and was given up."""
+class _AbandonedError(Exception):
+    """A call was abandoned because it did not return by its deadline."""
 
 
 class LowerTier:
-    """A place for entries below host memory, whose threads do what callers queue.
+    """A tier below host memory: its threads do the jobs that callers queue.
 
-    No call waits for input or output but ``flush`` and ``close``, and none raises because of it:
-    what goes wrong is a ``Refusal``, which the tier counts too. A tier that is slow, full or broken
-    refuses at once, and in a process that was forked it refuses everything. Any thread may call;
-    ``done`` is called from threads of this object, or from the caller's when the answer is known.
+    Only ``flush`` and ``close`` wait for input or output. A failure does not raise: it is a
+    ``Refusal``, which the tier also counts. A tier that is slow, full or broken refuses at once. In
+    a forked process it refuses everything. Any thread may call. ``done`` is called from a thread of
+    the tier, or from the caller's thread if the answer is already known.
 
-    A call of a store that does not return by its deadline is given up with its thread and the
-    memory that it reads or writes, and another thread takes its place. After such a call, or two
-    failures in a row, a store is left alone, and asked every five seconds whether it is back.
-    A disk reads and writes the callers' buffers and says at once what it has; so its calls have no
-    deadline, and after two failures it is used again five seconds later.
+    A store's call that misses its deadline is abandoned, with its thread and its memory, and
+    another thread is started. After such a call, or two failures in a row, the tier pauses: every
+    five seconds it asks the store whether it is back. A disk reads and writes the callers' buffers
+    and has a list of its entries in memory, so its calls have no deadline. After two failures the
+    disk is used again five seconds later.
 
-    An entry that is not what its key says is not asked for again by this process until it has put
-    it anew, and removed.
+    An entry that failed verification is removed. This process does not load it again until it has
+    put it anew.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class LowerTier:
         num_cpus = os.cpu_count() or _MAX_THREADS
         if self._disk is not None:
             self.name, self._call_seconds, chunk_bytes = "disk", None, self._disk.chunk_bytes
-            default_threads = 1 + max(8, min(16, num_cpus))  # readers make MACs as well
+            default_threads = 1 + max(8, min(16, num_cpus))  # readers compute MACs as well
             self._max_jobs, num_chunks, num_read_chunks = 1, sys.maxsize, 1
         else:
-            # Mooncake's reads of a dead machine keep a processor busy each.
+            # Each Mooncake read from a dead machine keeps a processor busy.
             self.name, default_threads = "store", max(2, min(_MAX_THREADS, num_cpus))
             self._max_jobs, num_chunks = _JOBS_AT_ONCE, _CHUNKS_AT_ONCE
             num_read_chunks = _CHUNKS_READ_AT_ONCE
@@ -193,65 +193,65 @@ class LowerTier:
         self._max_bytes = dict.fromkeys(Verb, num_chunks * chunk_bytes)  # of one call
         self._max_bytes[Verb.LOAD] = num_read_chunks * chunk_bytes
         self._lock = threading.RLock()
-        self._job_came = threading.Condition(self._lock)
-        self._one_told = threading.Condition(self._lock)
+        self._work_queued = threading.Condition(self._lock)
+        self._job_finished = threading.Condition(self._lock)
         self._call_began = threading.Condition(self._lock)
-        # Calls of jobs that have begun, which come first, and of those that have not.
+        # Queued calls: those of jobs that have begun are taken first.
         self._begun: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
         self._queues: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
-        self._jobs: dict[Verb, set[Job]] = {verb: set() for verb in Verb}  # that are not over
-        self._storing: set[EntryKey] = set()  # an entry is stored once at a time
-        self._num_telling = 0
+        self._jobs: dict[Verb, set[Job]] = {verb: set() for verb in Verb}  # unfinished jobs
+        self._storing: set[EntryKey] = set()  # entries with an unfinished put: one put each
+        self._num_callbacks = 0
         self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
-        # What a store had, with when that was known, and what was bad.
+        # Entries that the store had, with the time of that answer; and entries that are damaged.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        self._refused: Counter[Refusal] = Counter()  # loads that brought nothing
-        self._not_written: Counter[str] = Counter()  # puts that stored nothing
+        self._refused: Counter[Refusal] = Counter()  # failed loads by reason
+        self._not_written: Counter[str] = Counter()  # puts that stored nothing, by reason
         self._faults: Counter[str] = Counter()
         self._failures = 0  # in a row
-        self._failed_at = self._rests_until = 0.0
-        self._watches_until = math.inf  # the earliest deadline that the watcher has seen
-        self._has_answered = self._is_told = self._is_closing = self._is_closed = False
+        self._failed_at = self._paused_until = 0.0
+        self._next_deadline = math.inf  # the watcher wakes then
+        self._has_answered = self._has_warned = self._is_closing = self._is_closed = False
         self._num_hung = 0
         self._pid = os.getpid()
         self._workers: list[_Worker] = []
         with self._lock:
-            if self._disk is None:  # so that no request waits until a store has connected
+            if self._disk is None:  # connect now, so that no request waits for it
                 self._add(Job(Verb.ASK), self._ask())
             self._replace_hung()
         self._watcher = self._start(self._watch)
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this is a forked process: without threads, and with a lock that may be held."""
+        """Whether this is a forked process: without threads, and its lock may be held."""
         return os.getpid() != self._pid
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it takes calls now: not for some seconds after failures, nor once closed."""
+        """Whether the tier takes jobs now: not in a pause after failures, nor once closed."""
         return not self._is_forked and self._takes_calls
 
     @property
     def num_queued(self) -> int:
-        """Jobs that are not over, or whose ``done`` runs."""
+        """Number of jobs that are unfinished or whose ``done`` is running."""
         if self._is_forked:
             return 0
         with self._lock:
-            return len(self._open_jobs(*Verb)) + self._num_telling
+            return len(self._open_jobs(*Verb)) + self._num_callbacks
 
     def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether it is likely to be there; ``load`` alone knows."""
+        """Return for each key whether its entry is probably stored; only ``load`` is certain."""
         if not self.is_healthy:
             return [False] * len(keys)
         with self._lock:
             return self._find(keys)
 
     def ask(self, keys: Sequence[EntryKey], done: Done) -> bool:
-        """Queue a question which entries the store has; ``has_many`` knows when ``done`` is called.
+        """Ask which entries the store has; after ``done``, ``has_many`` returns the answer.
 
-        False: it is not taken.
+        Return False if the question is refused.
         """
         if not self.is_healthy:
             return False
@@ -265,7 +265,7 @@ class LowerTier:
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
         """Queue an entry to be stored; ``payload`` must not change before ``done`` is called.
 
-        False: it is not taken, which is counted, and ``done`` is not called.
+        Return False if the entry is refused: the refusal is counted, and ``done`` is not called.
         """
         if self._is_forked:  # without the lock, which a fork may have left held
             return self._refuse_put("unhealthy")
@@ -281,7 +281,7 @@ class LowerTier:
     def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
         """Queue an entry to be read and verified: each field of its header, and its MAC.
 
-        ``into`` holds it only if ``done`` is called with None. False: it is not taken.
+        ``into`` is valid only if ``done`` is called with None. Return False if the load is refused.
         """
         if self._is_forked:
             return False
@@ -296,10 +296,10 @@ class LowerTier:
         return True
 
     def remove(self, key: EntryKey) -> None:
-        """Make an entry unfindable that is known to be wrong, for other processes too.
+        """Remove an entry that is known to be wrong, for other processes too.
 
-        What is under way of it comes to nothing. It is gone after ``flush``. Its chunks in a store
-        go when the entry is written anew or evicted.
+        Its unfinished loads and puts fail. ``flush`` waits for the removal. In a store the chunks
+        stay until the entry is written anew or evicted.
         """
         if self._is_forked:
             return
@@ -314,36 +314,36 @@ class LowerTier:
                 self._add(Job(Verb.REMOVE), self._remove([str(key)]))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over, and ``done`` has been called for it."""
+        """Wait until all jobs are finished and ``done`` was called for each; False: timed out."""
         if self._is_forked:
             return True
         with self._lock:
-            return self._one_told.wait_for(lambda: not self.num_queued, timeout_seconds)
+            return self._job_finished.wait_for(lambda: not self.num_queued, timeout_seconds)
 
     def close(self) -> None:
-        """End its threads; what is queued is given up, and ``done`` called for each.
+        """End the threads; cancel queued jobs, and call ``done`` for each.
 
-        It waits for a store's calls that are under way, but not for ever.
+        Jobs that have begun are waited for; a store's jobs for at most ``call_seconds``.
         """
         if self._is_forked:
-            return  # the threads, and what they hold, are the parent's
+            return  # the threads and their store belong to the parent process
         with self._lock:
             if self._is_closed:
                 return
             self._is_closing = True
             ready = self._drop(self._queues)
-            self._job_came.notify_all()
-        self._go_on(ready)
+            self._work_queued.notify_all()
+        self._advance(ready)
         with self._lock:
-            self._one_told.wait_for(lambda: not self._is_busy, self._call_seconds)
+            self._job_finished.wait_for(lambda: not self._is_busy, self._call_seconds)
             self._is_closed = True
             self._call_began.notify()
-            self._job_came.notify_all()
-            self._one_told.wait_for(lambda: not self._workers)
+            self._work_queued.notify_all()
+            self._job_finished.wait_for(lambda: not self._workers)
         self._watcher.join(self._call_seconds)
 
     def stats(self) -> TierStats:
-        """Return what it did so far and what it holds now."""
+        """Return the tier's counters and its present contents."""
         with nullcontext() if self._is_forked else self._lock:
             counts, dropped = self._counts, dict(self._not_written)
             stored = counts["known"] + counts["written"] + counts["found_stored"]
@@ -369,9 +369,9 @@ class LowerTier:
             )
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
+        """Check that the bookkeeping is consistent.
 
-        In a forked process nothing is proved: the fork may have come in the middle of a change.
+        A forked process skips the check: the fork may have come in the middle of a change.
         """
         if self._is_forked:
             return
@@ -389,8 +389,8 @@ class LowerTier:
                 "jobs wait for their calls": (
                     left == {job: job.num_left for job in jobs if job.num_left}
                 ),
-                "each job is told of once": self._num_telling >= 0,
-                "threads are lost to nothing but a store that hangs": self._num_hung >= 0,
+                "each callback ends once": self._num_callbacks >= 0,
+                "each thread that hung ends once": self._num_hung >= 0,
             }
         if self._disk is not None:
             self._disk.check_invariants()
@@ -406,39 +406,39 @@ class LowerTier:
 
     @property
     def _is_usable(self) -> bool:
-        """Whether what is under way goes on."""
-        return bool(self._workers) and not self._is_left_alone and not self._is_closed
+        """Whether jobs under way can go on."""
+        return bool(self._workers) and not self._is_paused and not self._is_closed
 
     @property
-    def _is_left_alone(self) -> bool:
-        return self._has_failed if self._disk is None else self._rest_left is not None
+    def _is_paused(self) -> bool:
+        return self._has_failed if self._disk is None else self._pause_left is not None
 
     @property
     def _is_busy(self) -> bool:
-        """Whether something is under way, or owed."""
-        return self._owes_removals or any(job.is_begun for job in self._open_jobs(*Verb))
+        """Whether a job has begun, or a disk has removals left."""
+        return self._has_disk_removals or any(job.is_begun for job in self._open_jobs(*Verb))
 
     @property
-    def _owes_removals(self) -> bool:
-        """Whether entries of a disk are to be removed: the next process would find them."""
+    def _has_disk_removals(self) -> bool:
+        """Whether a disk has removals left: the next process would find the entries."""
         return self._disk is not None and self._has_calls(Verb.REMOVE)
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether this process knows that it is there, without asking a store."""
+        """Return for each key whether its entry is known to be stored, without asking a store."""
         if self._disk is not None:
             faults = self._disk.exists_many([str(key) for key in keys])
             pairs = zip(keys, faults, strict=True)
             return [fault is None and key not in self._bad for key, fault in pairs]
         now = time.monotonic()
-        # What was learnt does not hold for ever: others use the store, too.
-        return [now - self._stored.get(key, -math.inf) < _BELIEVED_SECONDS for key in keys]
+        # Answers expire, because other processes use the store, too.
+        return [now - self._stored.get(key, -math.inf) < _STORED_TTL_SECONDS for key in keys]
 
     def _open_jobs(self, *verbs: Verb) -> list[Job]:
-        """Return the jobs of some kinds that are not over."""
+        """Return the unfinished jobs of some kinds."""
         return [job for verb in verbs for job in self._jobs[verb]]
 
     def _add(self, job: Job, steps: _Steps) -> None:
-        """Queue a job; nothing of it is left if an interrupt comes to the caller's thread."""
+        """Queue a job; an interrupt in the caller's thread undoes this."""
         job.steps, calls = steps, next(steps)
         try:
             self._jobs[job.verb].add(job)
@@ -452,7 +452,7 @@ class LowerTier:
             raise
 
     def _forget(self, job: Job) -> None:
-        """Forget a job that is over, and what it holds: the caller's buffer."""
+        """Forget a finished job and release the caller's buffer."""
         job.steps.close()
         job.calls = []
         self._jobs[job.verb].discard(job)
@@ -474,8 +474,8 @@ class LowerTier:
             self._wake_one()
 
     def _add_put(self, put: Job, payload: memoryview) -> bool:
-        """Queue an entry that is not there to be stored; False, counted, if it is not taken."""
-        assert put.facts is not None, "it is a put"
+        """Queue the put of an entry that is not stored; return False, and count it, if refused."""
+        assert put.facts is not None, "a put has facts"
         key = put.facts.key
         if key in self._storing:
             return self._refuse_put("in_flight")
@@ -489,44 +489,44 @@ class LowerTier:
         return True
 
     def _refuse_put(self, reason: str) -> bool:
-        """Count an entry that is not taken; return False."""
+        """Count a put that is refused; return False."""
         self._not_written[reason] += 1
         return False
 
     @property
-    def _rest_left(self) -> float | None:
-        """For how many seconds yet the tier is left alone after failures; None: it is not."""
-        left = self._rests_until - time.monotonic()
+    def _pause_left(self) -> float | None:
+        """Seconds until the pause after failures ends; None without a pause."""
+        left = self._paused_until - time.monotonic()
         return left if left > 0 else None
 
     @property
     def _has_failed(self) -> bool:
-        """Whether it failed again and again, and was not asked since with success."""
-        return self._failures >= _FAILURES_TO_REST
+        """Whether the last calls all failed, often enough for a pause."""
+        return self._failures >= _FAILURES_TO_PAUSE
 
     def _count_failure(self, *, is_overdue: bool = False) -> None:
-        """Count a failure; an answer that is overdue counts as enough of them."""
+        """Count a failure; one overdue answer is enough for a pause."""
         had_failed = self._has_failed
-        self._failures += _FAILURES_TO_REST if is_overdue else 1
+        self._failures += _FAILURES_TO_PAUSE if is_overdue else 1
         self._failed_at = time.monotonic()
         if self._has_failed:
-            self._rest()
+            self._pause()
             self._counts["opened"] += not had_failed
-            self._stored.clear()  # one that comes back may have nothing any more
-            self._job_came.notify_all()  # waiting threads wake when the rest is over
+            self._stored.clear()  # a store that comes back may be empty
+            self._work_queued.notify_all()  # waiting threads take the pause as their timeout
 
-    def _rest(self) -> None:
-        self._rests_until = time.monotonic() + _REST_SECONDS
+    def _pause(self) -> None:
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _replace_hung(self) -> None:
-        """Start threads in the place of those that hang, but not without end."""
+        """Start threads in place of those that hang, up to twice ``num_threads`` in all."""
         while len(self._workers) < min(self._num_threads, 2 * self._num_threads - self._num_hung):
             worker = _Worker()
             self._start(partial(self._work, worker))
             self._workers.append(worker)
 
-    def _give_up_late(self) -> list[Job]:
-        """Give up all calls that are late; return the jobs that end so."""
+    def _abandon_overdue(self) -> list[Job]:
+        """Abandon all overdue calls; return the jobs that end with this."""
         now = time.monotonic()
         ready: list[Job] = []
         for worker in list(self._workers):
@@ -540,7 +540,7 @@ class LowerTier:
         return ready
 
     def _drop(self, *queues: dict[Verb, deque[Call]]) -> list[Job]:
-        """Make no call of some queues, but what a disk owes; return the jobs that end so."""
+        """Drop queued calls, except a disk's removals; return the jobs that end with this."""
         failure = _ABORTED if self._is_closing else (Refusal.IO_ERROR, "unhealthy")
         calls: list[Call] = []
         for verb in Verb:
@@ -550,7 +550,7 @@ class LowerTier:
         return self._answer(calls, [failure] * len(calls))
 
     def _answer(self, calls: Sequence[Call], answers: Sequence[Any]) -> list[Job]:
-        """Answer calls; return the jobs that wait for no others, which are to go on."""
+        """Store the answers of calls; return the jobs that have no call left, for ``_advance``."""
         ready = []
         for call, answer in zip(calls, answers, strict=True):
             call.answer, job = answer, call.job
@@ -565,8 +565,8 @@ class LowerTier:
                     ready.append(job)
         return ready
 
-    def _count_over(self, job: Job, refusal: Refusal | None, reason: str) -> Refusal | None:
-        """Count what came of a job; return what it is to be told."""
+    def _count_finished(self, job: Job, refusal: Refusal | None, reason: str) -> Refusal | None:
+        """Count a finished job by its outcome; return the refusal for its ``done``."""
         if job.is_revoked:
             refusal, reason = _ABORTED
         self._forget(job)
@@ -584,111 +584,111 @@ class LowerTier:
             else:
                 self._counts["hits"] += 1
                 self._counts["read_bytes"] += num_bytes
-        self._num_telling += 1
+        self._num_callbacks += 1
         return refusal
 
-    # What threads do.
+    # The threads.
 
     def _start(self, target: Callable[[], None]) -> threading.Thread:
-        """Start a thread that does not keep a process from ending."""
+        """Start a daemon thread."""
         thread = threading.Thread(target=target, name=f"mamba-cache-{self.name}", daemon=True)
         thread.start()
         return thread
 
     def _watch(self) -> None:
-        """Give up calls that are late until the tier is closed, and close what it owns."""
+        """Abandon overdue calls until the tier is closed, then close a store that it owns."""
         is_closed = False
         while not is_closed:
             with self._lock:
                 is_closed = self._is_closed
                 if not is_closed:
                     deadlines = [w.deadline for w in self._workers if w.deadline is not None]
-                    self._watches_until = min(deadlines, default=math.inf)
-                    left = self._watches_until - time.monotonic() if deadlines else None
+                    self._next_deadline = min(deadlines, default=math.inf)
+                    left = self._next_deadline - time.monotonic() if deadlines else None
                     self._call_began.wait(left)
-                ready = self._give_up_late()
+                ready = self._abandon_overdue()
                 if not self._is_closing:
-                    with suppress(RuntimeError):  # no thread can be had: fewer go on
+                    with suppress(RuntimeError):  # no thread can be started: fewer go on
                         self._replace_hung()
-            self._go_on(ready)
-            self._end_unwanted()
+            self._advance(ready)
+            self._handle_outage()
         with self._lock:
-            self._one_told.wait_for(lambda: not self._workers)
+            self._job_finished.wait_for(lambda: not self._workers)
         if self._owns_store:
             self.store.close()
 
     def _work(self, worker: _Worker) -> None:
-        """Do what is queued, until the tier is closed or a call was given up."""
+        """Make queued calls until the tier is closed or a call of this worker was abandoned."""
         is_lost = False
         while not is_lost and (calls := self._wait(worker)):
             answers: Sequence[Any] = [(Refusal.IO_ERROR, "error")] * len(calls)
             try:
-                answers = self._make(worker, calls)
-            except _GivenUpError:
+                answers = self._run(worker, calls)
+            except _AbandonedError:
                 answers = [_ABORTED] * len(calls)
-            except Exception:  # a bug, or a store that breaks its word: it must not end the thread
+            except Exception:  # a bug here or in the store: the thread must go on
                 self._count_error()
             with self._lock:
-                is_lost = worker not in self._workers  # and the calls are answered
+                is_lost = worker not in self._workers  # then its calls are answered already
                 ready = [] if is_lost else self._answer(calls, answers)
                 worker.calls = ()
-            self._go_on(ready)
-            del calls, answers, ready  # they hold the caller's buffer
-            self._end_unwanted()
-        self._end_unwanted()
+            self._advance(ready)
+            del calls, answers, ready  # they would keep the caller's buffer alive
+            self._handle_outage()
+        self._handle_outage()
         if len(worker.memory):
             try:
                 self.store.unregister(worker.memory.data)
-            except Exception:  # the store breaks its word
+            except Exception:  # a bug in the store
                 _report_error()
         with self._lock:
             if is_lost:
                 self._num_hung -= 1
-                self._call_began.notify()  # another one may take its place
+                self._call_began.notify()  # the watcher may start another thread
             else:
                 self._workers.remove(worker)
-                self._one_told.notify_all()
+                self._job_finished.notify_all()
 
     def _count_error(self) -> None:
-        """Show the exception that is being handled, and count it as a failure."""
+        """Report the current exception, and count it as a failure."""
         _report_error()
         with self._lock:
             self._faults["error"] += 1
             self._count_failure()
 
     def _wait(self, worker: _Worker) -> Sequence[Call]:
-        """Wait until a worker has calls to make; none: the tier is closed."""
+        """Wait for calls that a worker can make; return none once the tier is closed."""
         with self._lock:
-            worker.verb = None  # one less reads or writes
+            worker.verb = None  # makes room for another reader or writer
             while not self._is_closing or (self._is_busy and not self._is_closed):
-                rest = self._rest_left  # before the look: so its end is not overslept
-                if calls := self._take_some(worker):
+                pause = self._pause_left  # read first: a pause that ends now is not missed
+                if calls := self._assign_calls(worker):
                     self._wake_one()
                     return calls
-                self._job_came.wait(rest)
+                self._work_queued.wait(pause)
             return []
 
-    def _take_some(self, worker: _Worker) -> Sequence[Call]:
-        """Have a worker take calls of one kind, or ask a store that was left alone for a while."""
+    def _assign_calls(self, worker: _Worker) -> Sequence[Call]:
+        """Assign calls of one kind to a worker, or the probe of a store after a pause."""
         worker.verb = self._next_verb()
         if worker.verb is not None:
-            worker.calls = self._take(worker.verb)
-        elif self._is_left_alone and self._rest_left is None:
-            self._rest()
+            worker.calls = self._take_batch(worker.verb)
+        elif self._is_paused and self._pause_left is None:
+            self._pause()
             worker.calls = [Call(_HEALTH)]
         else:
             worker.calls = []
         return worker.calls
 
     def _wake_one(self) -> None:
-        """Wake a thread if there are calls that it can make; it wakes the next one."""
+        """Wake one thread if it can make calls; that thread wakes the next one."""
         if self._next_verb() is not None:
-            self._job_came.notify()
+            self._work_queued.notify()
 
     def _next_verb(self) -> Verb | None:
-        """Say of which jobs calls can be made now: of questions and loads first."""
-        if self._owes_removals or self._is_left_alone:
-            return Verb.REMOVE if self._owes_removals else None
+        """Return the kind of jobs whose calls can be made now: questions and loads first."""
+        if self._has_disk_removals or self._is_paused:
+            return Verb.REMOVE if self._has_disk_removals else None
         if self._has_calls(Verb.ASK):
             return Verb.ASK
         if self._has_calls(Verb.LOAD) and self._has_room(self._num_threads - 1, Verb.LOAD):
@@ -696,22 +696,22 @@ class LowerTier:
         if self._has_calls(Verb.REMOVE):
             return Verb.REMOVE
         if self._has_calls(Verb.PUT) and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
-            return Verb.PUT  # after removals
+            return Verb.PUT
         return None
 
-    def _has_room(self, most: int, *verbs: Verb) -> bool:
-        """Say whether one more thread may do jobs of some kinds: one is left for all else."""
-        return sum(each.verb in verbs for each in self._workers) < most
+    def _has_room(self, max_threads: int, *verbs: Verb) -> bool:
+        """Return whether one more thread may do jobs of some kinds."""
+        return sum(each.verb in verbs for each in self._workers) < max_threads
 
-    def _take(self, verb: Verb) -> list[Call]:
-        """Take calls that one call of the store can answer, which has each key once."""
+    def _take_batch(self, verb: Verb) -> list[Call]:
+        """Take calls that one call of the store can answer: of one method, each key once."""
         queue = self._begun[verb] or self._queues[verb]
-        method, most, num_bytes = queue[0].method, len(queue), 0
-        if verb is Verb.LOAD:  # a thread's share
-            most = -(-most // (self._num_threads - 1))
+        method, max_calls, num_bytes = queue[0].method, len(queue), 0
+        if verb is Verb.LOAD:  # leave a share for each other thread
+            max_calls = -(-max_calls // (self._num_threads - 1))
         calls: dict[str, Call] = {}
         jobs: set[Job | None] = set()
-        while len(calls) < most:
+        while len(calls) < max_calls:
             call = queue[0]
             jobs.add(call.job)
             num_bytes += len(call.buffer)
@@ -723,19 +723,19 @@ class LowerTier:
             calls[call.name] = queue.popleft()
         return list(calls.values())
 
-    def _end_unwanted(self) -> None:
-        """End what is queued if nobody does it, and warn once of a store that does not answer."""
+    def _handle_outage(self) -> None:
+        """Drop queued calls if the tier is unusable; warn once of a store that does not answer."""
         with self._lock:
             if self._is_usable and not self._failures:
                 return
             ready = [] if self._is_usable else self._drop(self._begun, self._queues)
-            # It has never answered, or fails again and again.
+            # A pause began, or the first calls failed.
             has_failed = self._counts["opened"] or (self._failures and not self._has_answered)
-            is_news = bool(has_failed) and not self._is_told and not self._is_closing
-            self._is_told |= is_news
+            should_warn = bool(has_failed) and not self._has_warned and not self._is_closing
+            self._has_warned |= should_warn
             faults = ", ".join(self._faults) or "timed_out"
-        self._go_on(ready)
-        if is_news:
+        self._advance(ready)
+        if should_warn:
             _log.warning(
                 "%s: %s does not answer (%s). Requests go on without it, and it is asked again%s",
                 self.name,
@@ -744,8 +744,8 @@ class LowerTier:
                 "; open_store(URL).health() says what is wrong" if self._disk is None else "",
             )
 
-    def _make(self, worker: _Worker, calls: Sequence[Call]) -> Sequence[Any]:
-        """Make calls, all of one method; return their answers."""
+    def _run(self, worker: _Worker, calls: Sequence[Call]) -> Sequence[Any]:
+        """Make calls of one method; return their answers."""
         method, names = calls[0].method, [call.name for call in calls]
         if method == _HEALTH:
             seconds = 0.0 if calls[0].job is None else _CONNECT_SECONDS
@@ -760,43 +760,43 @@ class LowerTier:
         answers = self._call(worker, call_store, names, buffers)
         if method == _GET:
             triples = zip(calls, answers, buffers, strict=True)
-            answers = [self._take_over(*each) for each in triples]
+            answers = [self._copy_out(*each) for each in triples]
         return answers
 
-    def _take_over(self, call: Call, answer: int | StoreFault, buffer: memoryview) -> Any:
-        """Take over what was read; the reader of a chunk makes its MAC."""
+    def _copy_out(self, call: Call, answer: int | StoreFault, buffer: memoryview) -> Any:
+        """Copy a blob to the job's buffer; return its answer: for a chunk, the MAC."""
         if answer != len(call.buffer):
             return answer
-        # What was copied is verified: a store may still write to the buffer.
+        # The MAC is of the copy, because a store may still write to its own buffer.
         _copy(call.buffer, buffer)
         return call.read(call.buffer)
 
-    def _go_on(self, jobs: Sequence[Job]) -> None:
-        """Do what follows the answers of jobs; count those that are over, and call their ``done``.
+    def _advance(self, jobs: Sequence[Job]) -> None:
+        """Queue the next calls of jobs; count finished jobs and call their ``done``.
 
-        No lock is held.
+        The lock is not held.
         """
-        num_told = 0
+        num_finished = 0
         for job in jobs:
             calls, outcome = self._next_step(job)
             with self._lock:
                 if outcome is None:
                     self._queue(job, calls)
                     continue
-                refusal = self._count_over(job, *outcome)
+                refusal = self._count_finished(job, *outcome)
             if job.done is not None:
                 try:
                     job.done(refusal)
-                except Exception:  # the caller's; it must not end the thread that others wait for
+                except Exception:  # a bug of the caller: this thread must go on
                     _report_error()
-            num_told += 1
-        if num_told:
+            num_finished += 1
+        if num_finished:
             with self._lock:
-                self._num_telling -= num_told
-                self._one_told.notify_all()
+                self._num_callbacks -= num_finished
+                self._job_finished.notify_all()
 
     def _next_step(self, job: Job) -> tuple[list[Call], _Outcome | None]:
-        """Return the calls that a job needs next, or what came of it."""
+        """Return a job's next calls, or its outcome if it is finished."""
         answers = [call.answer for call in job.calls]
         for answer in answers:
             if isinstance(answer, tuple):
@@ -806,7 +806,7 @@ class LowerTier:
             assert calls, "a step calls the store"
         except StopIteration as ended:
             return [], ended.value
-        except Exception:  # a bug: it must not end the thread
+        except Exception:  # a bug: the thread must go on
             self._count_error()
             return [], (Refusal.IO_ERROR, "error")
         return calls, None
@@ -819,14 +819,14 @@ class LowerTier:
         *buffers: Sequence[memoryview],
         seconds: float = 0.0,
     ) -> Sequence[_T]:
-        """Call the store, by the deadline; count what it did not do."""
+        """Call the store with a deadline; count the faults that it answers."""
         with self._lock:
             if self._is_closed:
-                raise _GivenUpError
+                raise _AbandonedError
             began = time.monotonic()
             if self._call_seconds is not None:
                 worker.deadline = began + max(seconds, self._call_seconds)
-                if worker.deadline < self._watches_until:
+                if worker.deadline < self._next_deadline:
                     self._call_began.notify()
         try:
             answers = call(names, *buffers)
@@ -834,7 +834,7 @@ class LowerTier:
             with self._lock:
                 worker.deadline = None
                 if worker not in self._workers:
-                    raise _GivenUpError
+                    raise _AbandonedError
         with self._lock:
             faults = [answer for answer in answers if isinstance(answer, StoreFault)]
             self._faults.update(each.value for each in faults if each is not StoreFault.MISSING)
@@ -842,32 +842,32 @@ class LowerTier:
                 self._count_failure()
                 return answers
             self._has_answered = True
-            # Only bytes that were moved say that the next ones will be; and of a store that is left
-            # alone any answer. A call that began before the failure says nothing of what came.
+            # A call that moved bytes clears the failures; for a paused store any answer does.
+            # A call that began before the last failure clears nothing.
             is_back = bool(buffers) or (self._has_failed and self._disk is None)
             if is_back and began >= self._failed_at:
-                self._failures, self._rests_until = 0, 0.0
+                self._failures, self._paused_until = 0, 0.0
         return answers
 
-    def _know(self, key: EntryKey, *, is_there: bool) -> None:
-        """Remember whether a store has an entry; a disk knows."""
+    def _set_stored(self, key: EntryKey, *, is_there: bool) -> None:
+        """Remember whether a store has an entry; a disk has records of its own."""
         with self._lock:
             if is_there and key not in self._bad and self._disk is None:
                 _remember(self._stored, key, time.monotonic())
             else:
                 self._stored.pop(key, None)
 
-    # The steps of jobs. No lock is held.
+    # The steps of jobs. The lock is not held.
 
     def _ask(self, keys: Sequence[EntryKey] = ()) -> _Steps:
-        """Ask which entries a store has; without keys, whether it is there."""
+        """Ask which entries a store has; without keys, whether it answers."""
         answers = yield [Call(_EXISTS, str(key)) for key in keys] or [Call(_HEALTH)]
         for key, fault in zip(keys, answers, strict=False):
-            self._know(key, is_there=fault is None)
+            self._set_stored(key, is_there=fault is None)
         return None, ""
 
     def _load(self, expected: EntryFacts, into: memoryview) -> _Steps:
-        """Read the header of an entry, and its chunks if it matches; have what is bad removed."""
+        """Read an entry's header and, if it matches, its chunks; queue removal of a bad entry."""
         key, macs = expected.key, list[bytes]()
         header = Call(_GET, str(key), memoryview(bytearray(HEADER_BYTES)))
         reads = [header]
@@ -886,17 +886,17 @@ class LowerTier:
         elif isinstance(mac, Refusal):
             refusal = mac
         elif mac.vouches_for(macs):
-            self._know(key, is_there=True)
+            self._set_stored(key, is_there=True)
             return None, ""
         else:
             refusal = Refusal.MAC
-        # What a disk cannot read is of no use, whatever is in it.
+        # A file that the disk cannot read is useless, damaged or not.
         is_unreadable = any(each.answer is StoreFault.IO_ERROR for each in failed)
         is_bad = is_unreadable or refusal not in _UNDAMAGED
         with self._lock:
             if is_bad:
                 _remember(self._bad, key, None)
-            # Without one of its chunks nobody can use the rest, and nobody would write it anew.
+            # An entry that lacks a chunk is useless, and its header keeps it from being rewritten.
             if is_bad or (header not in reads and refusal is Refusal.MISSING):
                 self._add(Job(Verb.REMOVE), self._remove(self._names(expected)))
         return refusal, ""
@@ -909,13 +909,13 @@ class LowerTier:
         return None, ""
 
     def _put(self, put: Job, facts: EntryFacts, payload: memoryview) -> _Steps:
-        """Write an entry: its chunks, and its header when all of them are there; each confirmed."""
+        """Write an entry: its chunks, then its header; the store must confirm each part."""
         key = facts.key
         [fault] = yield [Call(_EXISTS, str(key))]
         if fault not in (None, StoreFault.MISSING):
             return _refusal_of(fault), fault.value
         names = self._names(facts)
-        if key in self._bad:  # a store keeps the first bytes
+        if key in self._bad:  # a store does not overwrite
             fault, outcome = StoreFault.MISSING, (yield from self._remove(names))
             if outcome[0] is not None:
                 return outcome
@@ -923,8 +923,8 @@ class LowerTier:
             if put.is_revoked:
                 return _ABORTED
             self._bad.pop(key, None)
-        if fault is None:  # somebody has stored it meanwhile
-            self._know(key, is_there=True)
+        if fault is None:  # another process has stored the entry
+            self._set_stored(key, is_there=True)
             return None, "found_stored"
         chunks = self._chunks(names, payload)
         header = self._macs.seal(facts, [chunk for _, chunk in chunks])
@@ -934,15 +934,15 @@ class LowerTier:
             outcome = yield from self._write(some)
             if outcome[0] is not None:
                 return outcome
-        self._know(key, is_there=True)
+        self._set_stored(key, is_there=True)
         if put.is_revoked:
             yield from self._remove(names)
         return None, "written"
 
     def _write(self, parts: Sequence[tuple[str, memoryview]]) -> _Steps:
-        """Put parts of an entry.
+        """Put parts of an entry, then ask the store for each part.
 
-        That a store took them does not say that they can be found: so it is asked.
+        A put that succeeds does not prove that the part can be found.
         """
         puts = [Call(_PUT, name, content) for name, content in parts]
         asks = [Call(_EXISTS, name) for name, _ in parts]
@@ -958,15 +958,15 @@ class LowerTier:
         return [header, *(f"{header}/{number}" for number in range(num_chunks))]
 
     def _chunks(self, names: Sequence[str], payload: memoryview) -> list[tuple[str, memoryview]]:
-        """Return the chunks of an entry, with their names."""
+        """Return the chunks of an entry with their names."""
         starts = range(0, len(payload), self._chunk_bytes)
         chunks = [payload[start : start + self._chunk_bytes] for start in starts]
         return list(zip(names[1:], chunks, strict=True))
 
     def _buffers(self, worker: _Worker, payloads: list[memoryview]) -> list[memoryview]:
-        """Return what a call reads or writes: a disk the payloads, a store a worker's own memory.
+        """Return the buffers of a call: a disk's are the payloads, a store's the worker's memory.
 
-        There one buffer lies behind the other.
+        In that memory one buffer follows the other.
         """
         if self._disk is not None:
             return payloads
@@ -984,24 +984,24 @@ class LowerTier:
 
 
 def _copy(into: memoryview, source: memoryview) -> None:
-    """Copy bytes, and let other threads run meanwhile, as an assignment to a slice does not."""
+    """Copy bytes without holding the GIL; an assignment to a slice would hold it."""
     if into is not source:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _refusal_of(answer: int | StoreFault, num_bytes: int = 0) -> Refusal:
-    """Say why what should have so many bytes was not read, or why it was not stored."""
+    """Return why a blob of ``num_bytes`` was not read, or why a blob was not stored."""
     if not isinstance(answer, StoreFault):
         return Refusal.SHORT if answer < num_bytes else Refusal.PAYLOAD_BYTES
     if answer is StoreFault.MISSING:
         return Refusal.MISSING
-    if answer is StoreFault.SHORT:  # the blob is longer than it can be
+    if answer is StoreFault.SHORT:  # the blob is longer than the buffer
         return Refusal.PAYLOAD_BYTES
     return Refusal.TIMEOUT if answer is StoreFault.TIMED_OUT else Refusal.IO_ERROR
 
 
 def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -> None:
-    """Put a key last, and forget the oldest ones beyond what is kept."""
+    """Put a key last; forget the oldest one beyond ``_MAX_REMEMBERED``."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > _MAX_REMEMBERED:
@@ -1009,6 +1009,6 @@ def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -
 
 
 def _report_error() -> None:
-    """Show the exception that is being handled where those of threads are shown."""
+    """Pass the current exception to ``threading.excepthook``."""
     kind, error, trace = sys.exc_info()
     threading.excepthook(threading.ExceptHookArgs((kind, error, trace, threading.current_thread())))

@@ -530,7 +530,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lower_module._REST_SECONDS = 0.5  # 5 s outside of this command, which has no time
+    lower_module._PAUSE_SECONDS = 0.5  # 5 s outside of this command, which has no time
     prefix_tiers._DEADLINE_SECONDS = None
     Trials.is_plain = options.plain
     if not options.plain:

@@ -114,7 +114,7 @@ def have_it_probed(run):
     before = sum(run.bench.faulty.injected.values())
     for each in run.benches:
         with each.tier._lock:
-            each.tier._failures, each.tier._rests_until = 2, 0.0
+            each.tier._failures, each.tier._paused_until = 2, 0.0
         each.turn(0)
     wait_until(
         lambda: (

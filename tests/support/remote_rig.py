@@ -26,7 +26,7 @@ def let_see(tier):
     """Let a store tier see that a clock was turned."""
     with tier._lock:
         tier._call_began.notify()
-        tier._job_came.notify_all()
+        tier._work_queued.notify_all()
 
 
 class Bench:

@@ -156,7 +156,7 @@ def write(url, shared):
     """The work of a writer."""
 
     def work(tell):
-        lower_module._REST_SECONDS = PROBE_SECONDS
+        lower_module._PAUSE_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url), Differences()
         pause = threading.Event()
@@ -187,7 +187,7 @@ def read(url, shared, flips):
     """The work of a reader. As ``context.prefetch`` does, it waits up to a deadline."""
 
     def work(tell):
-        lower_module._REST_SECONDS = PROBE_SECONDS
+        lower_module._PAUSE_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url, flips=flips), Differences()
         rng = random.Random(os.getpid())

@@ -193,7 +193,7 @@ class Rig:
 
     def forgive_disk(self):
         """Let the disk be asked again after failures."""
-        self.disk._failures, self.disk._rests_until, self.files._full_until = 0, 0.0, 0.0
+        self.disk._failures, self.disk._paused_until, self.files._full_until = 0, 0.0, 0.0
 
     def file(self, number, kind):
         return self.files.folder / entry_name(self.facts(number, kind).key)

@@ -235,7 +235,7 @@ def test_what_is_put_in_the_place_of_a_file_is_not_read(tier, tmp_path) -> None:
         assert load(tier, number) is Refusal.IO_ERROR
         tier.flush()
         assert has(tier, number) == [False]
-        tier._failures, tier._rests_until = 0, 0.0
+        tier._failures, tier._paused_until = 0, 0.0
 
 
 def test_its_store_keeps_the_first_bytes_and_says_whether_its_folder_is_there(tier) -> None:
@@ -551,7 +551,7 @@ def test_what_is_put_after_a_removal_is_written_after_it(tier, monkeypatch) -> N
     gate.wait_for(1)
     assert tier.put(facts_of(1), payload_of(1), answer)
     with tier._lock:
-        assert tier._take_some(tier._workers[0]) == []
+        assert tier._assign_calls(tier._workers[0]) == []
     gate.open()
     assert answer.get() is None
     assert load(tier, 1) == payload_of(1)

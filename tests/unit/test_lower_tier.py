@@ -19,7 +19,7 @@ from mamba_cache.tiers.lower import Call, Job, LowerTier, Verb
 class Idle(LowerTier):
     """A tier whose threads do nothing."""
 
-    def _take_some(self, worker):
+    def _assign_calls(self, worker):
         return []
 
 
@@ -46,11 +46,11 @@ def test_an_entry_is_stored_once_at_a_time(idle) -> None:
     assert add_put(idle, 1, lambda refusal: again.append(add_put(idle, 1)))
     assert not add_put(idle, 1)
     with idle._lock:
-        calls = LowerTier._take_some(idle, idle._workers[0])
+        calls = LowerTier._assign_calls(idle, idle._workers[0])
         assert not add_put(idle, 1)
         idle._workers[0].calls = ()
         ready = idle._answer(calls, [(Refusal.IO_ERROR, "broken")])
-    idle._go_on(ready)
+    idle._advance(ready)
     assert again == [True]
     assert idle.stats().dropped == {"in_flight": 2, "broken": 1}
     assert idle.stats().puts == 4
@@ -83,17 +83,17 @@ def test_a_job_whose_queueing_breaks_off_leaves_nothing(idle, monkeypatch) -> No
 def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> None:
     assert [add_put(idle, number) for number in (1, 2)] == [True, True]
     with idle._lock:
-        calls = LowerTier._take_some(idle, idle._workers[0])
+        calls = LowerTier._assign_calls(idle, idle._workers[0])
         idle._workers[0].verb, idle._workers[0].calls = None, ()
         ready = idle._answer(calls, [StoreFault.MISSING] * 2)
     idle._max_queued = 3
     assert add_put(idle, 3)
-    idle._go_on(ready)
+    idle._advance(ready)
     with idle._lock:
-        calls = LowerTier._take_some(idle, idle._workers[0])
+        calls = LowerTier._assign_calls(idle, idle._workers[0])
         idle._workers[0].calls = ()
     assert [call.name for call in calls] == [f"{facts_of(number).key}/0" for number in (1, 2)]
-    idle._go_on(idle._answer(calls, [(Refusal.IO_ERROR, "broken")] * 2))
+    idle._advance(idle._answer(calls, [(Refusal.IO_ERROR, "broken")] * 2))
 
 
 def breaches_of(tier):

@@ -217,7 +217,7 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
     assert bench.faulty.injected["health", Trouble.FAIL] == 0
     bench.turn(0.25)
     wait_until(lambda: bench.faulty.injected["health", Trouble.FAIL] == 1)
-    wait_until(lambda: bench.tier._rest_left == 5)
+    wait_until(lambda: bench.tier._pause_left == 5)
     assert not bench.tier.is_healthy
     bench.faulty.heal()
     bench.turn(5)

@@ -63,10 +63,10 @@ def test_a_wrong_entry_goes_from_a_disk_that_is_left_alone(tmp_path) -> None:
     """Else it would be found when that is over."""
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
-    disk._rests_until = 1e9
+    disk._paused_until = 1e9
     assert not disk.is_healthy
     disk.remove(WRONG.key)
-    disk._rests_until = 0.0
+    disk._paused_until = 0.0
     assert disk.has_many([WRONG.key]) == [False]
     disk.close()
     again = open_tier(tmp_path)
