@@ -1,4 +1,4 @@
-"""What is being brought from disk and store to the host tier for a request, and how far it is."""
+"""Prefetches: loads from disk and store to the host tier for one request, and their progress."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["STATES", "Asked", "Flight", "Planners", "Prefetch", "PrefetchState",
 
 @dataclass(slots=True)
 class Planners:
-    """What loads from each place take; that of the host tier also says what computing takes."""
+    """Estimates of load times for each tier; the host's planner also estimates compute time."""
 
     host: LoadPlanner
     disk: LoadPlanner
     store: LoadPlanner
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """Return how long it takes to compute so many tokens."""
+        """Return the estimated time to compute a number of tokens."""
         return num_tokens / self.host.rates.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEntries:
-    """Derives the entries of one prompt: of a kind, of a block or of the state at its end."""
+    """Derives the entries of one prompt: the KV of each block, the state at its end."""
 
     hashes: BlockHashes
     identity: bytes
@@ -44,64 +44,64 @@ class PromptEntries:
     payload_bytes: Mapping[EntryKind, int]
 
     def key(self, kind: EntryKind, index: int) -> EntryKey:
-        """Name an entry, which is all that is needed of most."""
+        """Return the key of an entry; most entries need no more."""
         return EntryKey(self.identity, self.tenant, kind, self.hashes.digest(index), self.rank)
 
     def facts(self, kind: EntryKind, index: int) -> EntryFacts:
-        """Derive what an entry must be."""
+        """Return the facts that an entry is verified against."""
         num_tokens = (index + 1) * self.block_size_tokens
         return EntryFacts(self.key(kind, index), num_tokens, self.payload_bytes[kind])
 
 
 class PrefetchState(str, Enum):
-    """How far a prefetch is. Of several ranks' states the last one here is that of all."""
+    """State of a prefetch. Where ranks differ, the member listed last here is the state of all."""
 
     NOTHING = "nothing"
-    """There is nothing to bring that would let the request skip more than it does anyway."""
+    """No load would let the request skip more tokens than it can skip already."""
 
     READY = "ready"
-    """All have arrived and are verified: a match finds them."""
+    """All entries have arrived and are verified: a match finds them."""
 
     INCOMPLETE = "incomplete"
-    """All is over, and an entry was missing, damaged, or found no room. Or a tier failed: nobody
-    waits for the rest, which is verified and kept like anything else."""
+    """All loads have ended, and an entry was missing, damaged, or found no room. Or a tier failed:
+    the other loads go on, and their entries are verified and kept."""
 
     TIMED_OUT = "timed_out"
-    """The deadline has passed. What arrives later is verified and kept like anything else."""
+    """The deadline has passed. Entries that arrive later are verified and kept."""
 
     CANCELLED = "cancelled"
-    """Somebody cancelled it. What arrives later is dropped."""
+    """The prefetch was cancelled. Entries that arrive later are dropped."""
 
     PENDING = "pending"
-    """Entries are on their way."""
+    """Entries are being loaded."""
 
 
 STATES: Final = tuple(PrefetchState)
 
 _FAILURES: Final = frozenset({Refusal.TIMEOUT, Refusal.IO_ERROR})
-"""What a tier that is dead says; it would say the same of each entry, one after the other."""
+"""Refusals of a dead tier: it would refuse each entry, one after the other."""
 
 
 class Prefetch:
-    """What of one request is being brought from lower tiers to the host tier.
+    """The handle of one request's loads from lower tiers to the host tier.
 
     Made by ``DynamicInferenceContext.prefetch``. An engine schedules the request when ``is_done``,
-    with or without what was to be brought: ``add_request`` takes what is there. Any thread may
-    look, wait and cancel. A store must be asked first what it has; when it has answered, the next
-    call of the context goes on, or ``wait`` in the thread that asked.
+    whether or not all entries arrived: ``add_request`` uses those that did. Any thread may read
+    the handle, wait and cancel. A store is first asked for its entries. After its answer the loads
+    begin in the next call of the context, or in ``wait`` if the thread that made the handle waits.
 
-    Over several ranks it is done when it is on all of them and they have told each other, which
-    they do in ``prefetch`` and ``poll_tiers`` of the context, and in ``wait`` of the thread that
-    asked. Its state is the same on all of them.
+    With several ranks a prefetch is done when it is done on all ranks and each rank knows. Ranks
+    exchange this in ``prefetch`` and ``poll_tiers`` of the context, and in ``wait`` of the thread
+    that made the handle. The state is the same on all ranks.
 
     Attributes:
-        request_id: Of the request.
-        skip_tokens: Tokens that it need not compute once all is there.
-        num_entries: KV blocks and states that are brought, once that is known.
-        num_bytes: What they take.
-        num_arrived: Those of them that are there and verified.
-        is_asking: Whether it is not known yet what there is to bring.
-        is_cancelled: Whether it was cancelled before it was over.
+        request_id: Id of the request.
+        skip_tokens: Tokens that the request need not compute once all entries have arrived.
+        num_entries: Number of KV blocks and states that are loaded; 0 while ``is_asking``.
+        num_bytes: Size of these entries.
+        num_arrived: Number of these entries that have arrived and are verified.
+        is_asking: Whether the store's answer is still awaited, so that no load has begun.
+        is_cancelled: Whether the prefetch was cancelled before it ended.
         go_on: Called by ``wait`` when there is an answer that the context has not seen.
     """
 
@@ -119,7 +119,7 @@ class Prefetch:
         self.skip_tokens = skip_tokens
         self.num_entries = self.num_bytes = 0
         self._changed = threading.Condition()
-        self._num_over = self.num_arrived = 0
+        self._num_ended = self.num_arrived = 0
         self._refusals: list[Refusal] = []
         self.is_cancelled = self._is_late = False
         self._began = time.monotonic()
@@ -133,18 +133,18 @@ class Prefetch:
 
     @property
     def state(self) -> PrefetchState:
-        """How far it is."""
+        """State of the prefetch; with several ranks, the state that they agreed on."""
         return self._agreed if self._needs_agreement else self.own_state
 
     def agree(self, state: PrefetchState) -> None:
-        """Say what it came to, for all ranks know it now."""
+        """Set the state that all ranks agreed on."""
         with self._changed:
             self._agreed = state
             self._changed.notify_all()
 
     @property
     def own_state(self) -> PrefetchState:
-        """How far it is on this rank."""
+        """State of the prefetch on this rank."""
         with self._changed:
             if self.is_cancelled:
                 return PrefetchState.CANCELLED
@@ -157,23 +157,23 @@ class Prefetch:
                 return PrefetchState.READY if is_whole else PrefetchState.INCOMPLETE
             if self.has_failed:
                 return PrefetchState.INCOMPLETE
-            # Once late, it is late for good, whatever arrives.
+            # A prefetch that is late stays late, whatever arrives.
             self._is_late = self._seconds_left <= 0
             return PrefetchState.TIMED_OUT if self._is_late else PrefetchState.PENDING
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for: the request may be added."""
+        """Whether the prefetch is no longer pending: the request can be added."""
         return self.state is not PrefetchState.PENDING
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """Why entries did not come, one for each that did not."""
+        """The reasons of failed loads, one for each."""
         with self._changed:
             return tuple(self._refusals)
 
     def wait(self) -> PrefetchState:
-        """Wait until it is done, which is at its deadline at the latest."""
+        """Wait until the prefetch is done, at the latest until its deadline; return its state."""
         while True:
             with self._changed:
                 while not self.is_done and not self._can_go_on:
@@ -182,7 +182,7 @@ class Prefetch:
                     self._changed.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
                 if self.is_done:
                     return self.state
-            assert self.go_on is not None, "it can go on"
+            assert self.go_on is not None, "_can_go_on has checked it"
             self.go_on()
 
     @property
@@ -198,25 +198,25 @@ class Prefetch:
         return self._deadline - time.monotonic()
 
     def cancel(self) -> None:
-        """Say that nobody wants it any more. Rows are free when their reads are over."""
+        """Cancel the loads. Their rows are free when the reads have ended."""
         with self._changed:
-            if self.is_asking or self._num_over < self.num_entries:
+            if self.is_asking or self._num_ended < self.num_entries:
                 self.is_cancelled = True
             self._changed.notify_all()
 
     def end_within(self, seconds: float) -> None:
-        """Bring the deadline forward to so many seconds from now."""
+        """Move the deadline to ``seconds`` from now, unless it is earlier already."""
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def answer(self) -> None:
-        """Say that it can be known now."""
+        """Record that the store has answered."""
         with self._changed:
             self._is_answered = True
             self._changed.notify_all()
 
     def begin(self, skip_tokens: int, num_entries: int, num_bytes: int) -> None:
-        """Say what is brought."""
+        """Set what is loaded: the question to the store is settled."""
         with self._changed:
             self.skip_tokens, self.num_entries, self.num_bytes = skip_tokens, num_entries, num_bytes
             self.is_asking = False
@@ -224,9 +224,9 @@ class Prefetch:
             self._changed.notify_all()
 
     def end_one(self, refusal: Refusal | None) -> None:
-        """Count an entry whose read is over."""
+        """Count an entry whose load has ended."""
         with self._changed:
-            self._num_over += 1
+            self._num_ended += 1
             if refusal is None:
                 self.num_arrived += 1
             else:
@@ -236,45 +236,45 @@ class Prefetch:
 
     @property
     def is_answered(self) -> bool:
-        """Whether what it waits for to be known is known, or nobody wants to know it any more."""
+        """Whether the store's answer has come, or no longer matters."""
         return self.is_asking and (self._is_answered or self.is_given_up)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it is too late, or cancelled."""
+        """Whether the prefetch is late or cancelled."""
         return self.own_state in (PrefetchState.TIMED_OUT, PrefetchState.CANCELLED)
 
     @property
     def is_over(self) -> bool:
-        """Whether all its reads are over, cancelled or late or not."""
-        return not self.is_asking and self._num_over == self.num_entries
+        """Whether all loads have ended, also those of a late or cancelled prefetch."""
+        return not self.is_asking and self._num_ended == self.num_entries
 
     @property
     def has_failed(self) -> bool:
-        """Whether a tier did not answer for an entry, so that its boundary is out of reach."""
+        """Whether a tier failed to answer for an entry: the boundary cannot be reached."""
         return any(each in _FAILURES for each in self._refusals)
 
     @property
     def seconds(self) -> float:
-        """What it took, once it is over."""
+        """Duration of all loads, once they have ended."""
         return self._ended - self._began
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request of whose prefix lower tiers may have more, and what is being brought of it."""
+    """A request with a prefetch that is not finished."""
 
-    match: PrefixMatch  # what the GPU and the host tier had of it
+    match: PrefixMatch  # on the GPU and the host tier
     entries: PromptEntries
-    prefetch: Prefetch  # what it waits for
-    is_trial: bool  # whether it loads even if computing is faster
-    boundary: bytes = b""  # the digest of the prefix that is brought
-    planner: LoadPlanner | None = None  # what learns from the load
-    is_agreed: bool = False  # on what it came to, by all ranks
+    prefetch: Prefetch
+    is_trial: bool  # whether it loads even if computing seems faster
+    boundary: bytes = b""  # digest of the prefix that is loaded
+    planner: LoadPlanner | None = None  # records the load time
+    is_agreed: bool = False  # whether all ranks have agreed on the outcome
 
 
 class Flight:
-    """One entry that is being brought, for all prefetches that want it."""
+    """The load of one entry, shared by all prefetches that need it."""
 
     def __init__(self, prefetch: Prefetch, end_row: Done) -> None:
         self._lock = threading.Lock()
@@ -283,14 +283,14 @@ class Flight:
         self.is_over = False
 
     def join(self, prefetch: Prefetch) -> bool:
-        """Have it brought for one more; False if it is over."""
+        """Add a prefetch; return False if the load has ended."""
         with self._lock:
             if not self.is_over:
                 self._prefetches.append(prefetch)
             return not self.is_over
 
     def end(self, refusal: Refusal | None) -> None:
-        """Give the row up or have it published, and only then tell the prefetches."""
+        """Publish or release the row, and then count the entry in the prefetches."""
         with self._lock:
             self.is_over = True
             if refusal is None and all(each.is_cancelled for each in self._prefetches):

@@ -1,4 +1,4 @@
-"""What tiers below the GPU are made of: rows within budgets, copies, a disk and a store."""
+"""Builds the tiers below the GPU: host rows within the budget, copies, a disk and a store."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = [
 _MAX_QUEUED_ON_DISK: Final = 256
 
 Ticket: TypeAlias = PlainTicket | CudaTicket
-"""Copies that were enqueued."""
+"""A handle of enqueued copies."""
 
 Transfers: TypeAlias = PlainTransfers | CudaTransfers
-"""What copies entries between the GPU's memory and rows of host memory."""
+"""Copies entries between the GPU's memory and rows of host memory."""
 
 
 def with_secret(
     config: CacheConfig, identity: ModelIdentity | None, agreement: RankAgreement | None
 ) -> CacheConfig:
-    """Return settings with the secret of their disk cache, unless they have one."""
+    """Return settings with a hash secret: their own, or the one that their disk cache keeps."""
     if config.hash_secret is not None or config.disk_cache_path is None or identity is None:
         return config
     if agreement is not None:
@@ -79,9 +79,9 @@ def make_host_tier(
     device: torch.device,
     policy: AdaptiveSlotPolicy | None,
 ) -> tuple[HostTier, Transfers]:
-    """Make the host tier below tensors of slots and KV blocks, each [num_layers, places, *inner].
+    """Create the host tier of slots and KV blocks, and the copies between GPU and host.
 
-    With it comes what copies between the two.
+    Each of ``tensors`` is [num_layers, places, *inner].
     """
     on_gpu = device.type == "cuda"
     layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
@@ -107,7 +107,7 @@ def open_lower_tiers(
             )
     if identity is None:
         return None, None
-    assert config.hash_secret is not None, "the identity has it"
+    assert config.hash_secret is not None, "an identity needs it"
     store, remote = config.store, None
     if store is not None:
         remote = LowerTier(
@@ -127,11 +127,11 @@ def open_lower_tiers(
 
 def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> LowerTier:
     """Open the disk tier that the settings ask for."""
-    assert config.disk_cache_path is not None, "the caller has looked"
+    assert config.disk_cache_path is not None, "the caller has checked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
     sizes = {kind: rows.row_bytes if rows.num_rows else 0 for kind, rows in host.memory.items()}
-    assert config.hash_secret is not None, "the identity has it"
-    macs = EntryMacs(config.hash_secret)  # what is missing for it is said before a folder is made
+    assert config.hash_secret is not None, "an identity needs it"
+    macs = EntryMacs(config.hash_secret)  # first: a missing extra raises before a folder is made
     store = DiskStore(
         config.disk_cache_path,
         identity,

@@ -1,4 +1,4 @@
-"""Tiers below the GPU: what is spilled to host memory, and what requests resume from there."""
+"""Tiers below the GPU: spills to host memory, and loads that requests resume from."""
 
 from __future__ import annotations
 
@@ -56,60 +56,58 @@ from mamba_cache.tiers.transfers import CopyJob, Mark
 __all__ = ["NoTiers", "Tiering", "make_tiering"]
 
 _MAX_COPIES: Final = 256
-"""Entries whose copies to the host tier may be under way at once."""
+"""Number of entries whose copies to the host tier may be under way at once."""
 
-_PATIENCE_SECONDS: Final = 5.0
-"""How long a call that breaks off waits for what lower tiers were handed."""
+_CLEANUP_SECONDS: Final = 5.0
+"""How long an interrupted call waits for the jobs of lower tiers."""
 
-_TRY_EVERY: Final = 16
-"""One of so many prefetches that a caller waits for loads even if that is slower than computing:
-otherwise a tier that was slow once is never measured again."""
+_TRIAL_EVERY: Final = 16
+"""Where a caller waits for prefetches, each n-th one loads even if computing seems faster:
+otherwise a tier that was slow once would never be measured again."""
 
 _ASSUMED: Final = Rates(), Rates(2e9, 1e-3), Rates(1e9, 2e-3)
-"""Of host memory, a disk and a store, until they are measured."""
+"""Rates of host memory, a disk and a store until they are measured."""
 
 _UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_per_second=1e-6)
-"""With these, each load is tried until it is measured."""
+"""Rates of loads that seem to cost nothing: each tier is tried, and so measured."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
     """An entry on the GPU that is to be spilled."""
 
-    place: int  # its slot, or its KV block
+    place: int  # the entry's slot or KV block
     facts: EntryFacts
-    generation: int  # which of the entries of its place it is
+    generation: int  # of the place, which differs once the place holds another entry
     proposal: StateProposal | None = None
-    pin: SlotLease | None = None  # keeps its slot from eviction while it is copied
-    lease: RowLease | None = None  # the row that it is copied to, once it has one
+    pin: SlotLease | None = None  # keeps the slot from eviction during the copy
+    lease: RowLease | None = None  # on the row that is written, once reserved
 
 
 _Spill: TypeAlias = "tuple[Ticket, list[_Offer]]"
 
 
 _Place: TypeAlias = "HostTier | LowerTier | None"
-"""Where an entry lies."""
+"""The tier that holds an entry; None: no tier does."""
 
 
 class Tiering:
-    """Spills what becomes findable on the GPU, and loads what requests can resume from.
+    """Spills published entries from the GPU to the host tier, and loads entries for requests.
 
-    A spill needs no lease on the GPU: when its copy is over, it counts only if neither the slot nor
-    the block was given up in the meantime. So no allocation ever waits for a copy, nor fails
-    because of one.
+    A spill holds no lease on the GPU. Its copy is discarded if the slot or block was freed in the
+    meantime. So no allocation waits for a copy, and none fails because of one.
 
-    Where the host tier's policy knows prompts, it takes part in what is saved: a state that is
-    worth a row but no slot gets a slot all the same (``wants``), and is the first to leave it. Its
-    slot is pinned until the copy is over, as long as half of all slots are not.
+    A host policy that knows prompts has a say in which states are saved. A state that is worth a
+    row but no slot still gets a slot (``wants``), which is evicted first. The slot is pinned until
+    its copy is done. At most half of all slots are pinned.
 
-    A load goes into blocks and a slot that the request holds anyway, as if it were to compute them.
-    They become findable when its step is committed, like what it has computed, and only if every
-    byte was verified by then.
+    A load writes to blocks and a slot that the request has reserved, as if to compute them. They
+    are published when the step is committed, and only if every byte was verified by then.
 
-    Over several ranks each has tiers of its own, and what lies in them differs. So where a request
-    resumes and what became of its load is decided by all ranks together, and nothing else here
-    changes what is on the GPU: the host tier's policy takes no part in what is saved, and pins
-    nothing, because what is worth a row and when a copy ends differs too.
+    Each rank has tiers of its own, whose contents differ. All ranks decide together where a request
+    resumes and whether its load succeeded. With several ranks nothing else here changes what is on
+    the GPU: the host policy has no say in which states are saved, and no slot is pinned, because
+    the worth of a row and the end of a copy differ between ranks.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Tiering:
         self.identify(identity)
         self._secret = config.hash_secret or os.urandom(32)
         self._has_kv = bool(tensors[EntryKind.KV])
-        # One that is told of requests; a caller that waits for its copies tells of none.
+        # A caller that waits for its copies passes no requests on to a policy.
         knows_prompts = isinstance(slots.policy, AdaptiveSlotPolicy) and not is_waited_for
         policy = AdaptiveSlotPolicy() if knows_prompts else None
         self.host, self.transfers = make_host_tier(config, tensors, device, policy)
@@ -140,17 +138,17 @@ class Tiering:
         of_host, of_disk, of_store = (LoadPlanner(rates) for rates in assumed)
         self.planners = Planners(planner or of_host, of_disk, of_store)
         self.disk, self.store = open_lower_tiers(config, identity, self.host)
-        # A caller that waits for its copies has no others under way.
+        # A caller that waits for its copies has no older ones under way, and needs no limit.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
         self._row_bytes = {kind: self.host[kind].memory.row_bytes for kind in EntryKind}
         self._keeps_kv = self._has_kv and bool(self.host[EntryKind.KV].memory.num_rows)
-        self._most_pins = slots.max_slots // 2
+        self._max_pins = slots.max_slots // 2
         self._is_waited_for, self._num_prefetches = is_waited_for, 0
-        self._asked: list[Asked] = []  # in the order in which all ranks have begun them
+        self._asked: list[Asked] = []  # in the same order on all ranks
         self._flights: dict[EntryKey, Flight] = {}
-        self._has_broken_off = False
-        # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
-        self._passes_all = bool(self.lower_tiers) and config.write_on_use == 1
+        self._needs_cleanup = False
+        # Lower tiers that store at the first use get every state, through a slot and a host row.
+        self._admits_all = bool(self.lower_tiers) and config.write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[RowLease]]] = []
@@ -163,30 +161,30 @@ class Tiering:
         kv_blocks.listeners.add(weak_callback(self._on_removed), Removed)
 
     def identify(self, identity: CacheIdentity | None) -> None:
-        """Take what entries are of from now on; None: of this object alone."""
+        """Set the identity of entries from now on; None: a random one, of this object alone."""
         self._identity = os.urandom(32) if identity is None else identity.digest
         self._rank = 0 if identity is None else identity.rank
 
     @property
     def lower_tiers(self) -> list[LowerTier]:
-        """Those below host memory, from the top down."""
+        """The tiers below host memory, from the top down."""
         return [tier for tier in (self.disk, self.store) if tier is not None]
 
     @property
     def num_offers(self) -> int:
-        """Entries that were offered and are not copied yet."""
+        """Number of offered entries whose copies have not begun."""
         return len(self._offers)
 
     def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
-        """Return a match with what tiers have by now, and with what is on the way."""
-        self.poll()  # what has arrived from below counts
+        """Return a match that is extended by the host tier and counts tokens that are arriving."""
+        self.poll()  # includes entries that have arrived from lower tiers
         match = self.extend(match, hashes)
         return replace(match, arriving_tokens=self._arriving_tokens(hashes))
 
     def extend(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
-        """Return a match with what the host tier has, if it is quicker to resume from there.
+        """Return a match that is extended by the host tier, if loading is faster than computing.
 
-        Ranks agree on it, unless the GPU has as much of the prompt as can be skipped.
+        Ranks agree on the result, unless the GPU already has all that can be skipped.
         """
         first, digest = match.state_matched_blocks, hashes.digest
 
@@ -194,7 +192,7 @@ class Tiering:
             return self.host if digest(index) in self.host[kind] else None
 
         seconds = self.planners.compute_seconds(match.prompt_tokens - match.skip_tokens)
-        blocks = self._soonest(match, place_of, {self.host: self.planners.host}, seconds)
+        blocks = self._best_boundary(match, place_of, {self.host: self.planners.host}, seconds)
         if blocks == first:
             return match
         return replace(
@@ -206,30 +204,30 @@ class Tiering:
             loads_state=True,
         )
 
-    def _soonest(
+    def _best_boundary(
         self,
         match: PrefixMatch,
         place_of: Callable[[EntryKind, int], _Place],
         planners: Mapping[_Place, LoadPlanner],
         seconds: float,
     ) -> int:
-        """Return the boundary, in blocks, from which a request goes on soonest.
+        """Return the boundary, in blocks, from which the rest of a prompt is done soonest.
 
-        Where it is already it takes ``seconds``. Beyond, it needs the state and all blocks before
-        it, from where ``place_of`` says that each lies; loads from ``planners``' places count.
+        From the match's own boundary that takes ``seconds``. A later boundary needs its state and
+        all blocks before it. ``place_of`` returns the place of each; ``planners`` time the loads.
         """
         first, usable = match.state_matched_blocks, self._usable_blocks(match)
         if first >= usable:
             return first
         on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
-        most_blocks = self.host[EntryKind.KV].memory.num_rows  # that are there at once
-        # Ranks compare boundary by boundary, so each says something of all that there could be.
-        takes = [seconds] + [math.inf] * (usable - first)
-        of_blocks: Counter[_Place] = Counter()  # bytes of the blocks before a boundary
+        max_blocks = self.host[EntryKind.KV].memory.num_rows  # all must be there at once
+        # Ranks compare these lists item by item, so every possible boundary has an item.
+        totals = [seconds] + [math.inf] * (usable - first)
+        of_blocks: Counter[_Place] = Counter()  # bytes of the blocks before a boundary, by place
         for index in range(min(first, on_gpu), usable):
             if index >= on_gpu:
                 place = place_of(EntryKind.KV, index)
-                if place is None or index - on_gpu >= most_blocks:
+                if place is None or index - on_gpu >= max_blocks:
                     break
                 of_blocks[place] += self._row_bytes[EntryKind.KV]
             place = None if index < first else place_of(EntryKind.STATE, index)
@@ -237,21 +235,21 @@ class Tiering:
                 continue
             num_bytes = of_blocks + Counter({place: self._row_bytes[EntryKind.STATE]})
             loads = [planners[each].load_seconds(num_bytes[each]) for each in planners]
-            # Of several ranks, others may have to bring what this one has.
+            # Another rank may have to load an entry that this rank has.
             if any(loads) or self._agreement is not None:
                 num_tokens = match.prompt_tokens - (index + 1) * self._block_size
-                takes[index - first + 1] = self.planners.compute_seconds(num_tokens) + sum(loads)
-        return first + quickest(takes, self._agreement)
+                totals[index - first + 1] = self.planners.compute_seconds(num_tokens) + sum(loads)
+        return first + quickest(totals, self._agreement)
 
     def resume(
         self, sequence: CachedSequence, match: PrefixMatch
     ) -> tuple[PrefixMatch, PlannedLoad | None]:
-        """Find where a sequence resumes, and keep the rows if it is by loading."""
+        """Choose where a sequence resumes; lease the rows if it must load."""
         self.poll()
         refused: PrefixMatch | None = None
         while (extended := self.extend(match, sequence.hashes)).loads_state:
-            assert extended != refused, "what was refused is not found again"
-            # Before anything is evicted for it: what raises later must have changed nothing.
+            assert extended != refused, "a refused entry is not found again"
+            # Checked before anything is evicted: a call that raises must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
             block = blocks[index] if index < len(blocks) else None
             if not self._slots.can_reserve(block, blocks):
@@ -259,11 +257,11 @@ class Tiering:
             load = self._read(sequence, extended)
             if load is not None:
                 return extended, load
-            refused = extended  # an entry was damaged, and is not found again
+            refused = extended  # a damaged entry is not found again
         return match, None
 
     def _read(self, sequence: CachedSequence, match: PrefixMatch) -> PlannedLoad | None:
-        """Keep the rows that a match resumes from; None if one of them is not there."""
+        """Lease the rows that a match resumes from; None if a row is missing on any rank."""
         blocks, entries = match.state_matched_blocks, self._entries(sequence)
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         needed = self._needed(first, blocks)
@@ -281,27 +279,27 @@ class Tiering:
         return None if is_refused else load
 
     def _needed(self, first: int, blocks: int) -> list[tuple[EntryKind, int]]:
-        """Return what a request resumes from that has the blocks before ``first``, state last."""
+        """Return the entries up to a boundary: the blocks from ``first``, then the state."""
         kv = range(first, blocks) if self._has_kv else ()
         return [*((EntryKind.KV, index) for index in kv), (EntryKind.STATE, blocks - 1)]
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Say of each of some facts whether it holds on this rank or another one."""
+        """Return for each flag whether it is set on any rank."""
         return [value > 0 for value in largest([float(flag) for flag in flags], self._agreement)]
 
     def begin_request(self, facts: PromptFacts) -> object:
-        """Tell the host tier's policy of a prompt, if it knows prompts."""
+        """Pass a prompt to the host tier's policy, if that knows prompts."""
         return self.host[EntryKind.STATE].begin_request(facts)
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
-        """Have an entry that is known to be wrong not found again, in any tier."""
+        """Remove an entry that is known to be wrong from all tiers."""
         tenant = self._tenant(cache_salt)
         self._remove_below(EntryKey(self._identity, tenant, kind, digest, self._rank))
-        self.host.poll()  # what lower tiers have brought by now counts
+        self.host.poll()  # includes an entry that has just arrived from a lower tier
         self.host[kind].remove(digest)
 
     def cancel(self, load: PlannedLoad) -> None:
-        """Give back the rows of a load that will not be used, once nothing reads them."""
+        """Release the rows of a load that will not be used, once nothing reads them."""
         leases, load.leases = load.leases, []
         if load.ticket is None:
             for lease in leases:
@@ -310,15 +308,15 @@ class Tiering:
             self._retiring.append((load.ticket, leases))
 
     def begin(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """Enqueue the loads of a step."""
+        """Enqueue the loads of a step; return the requests whose loads failed."""
         loading = [active for active in requests if active.current_chunk.load is not None]
         is_begun = not loading or self.load([active.current_load for active in loading])
         return [] if is_begun else loading
 
     def load(self, loads: Sequence[PlannedLoad]) -> bool:
-        """Enqueue copies of rows to the blocks and the slot of each load; say whether they are.
+        """Enqueue copies of rows to the blocks and the slot of each load.
 
-        If they are not, on this rank or another one, the rows are given back.
+        Return False, and release the rows, if this fails on any rank.
         """
         jobs: list[CopyJob] = []
         for load in loads:
@@ -330,47 +328,47 @@ class Tiering:
         try:
             ticket = self.transfers.load(jobs)
         except Exception:
-            # Some may be under way: nothing that they write or read may change hands.
+            # Some copies may be under way: their memory must not be reused before they end.
             self.transfers.wait()
             self.host.refused["copy_failed"] += len(jobs)
         for load in loads:
             load.ticket = ticket
-        [is_given_up] = self._on_any_rank([ticket is None])
-        if is_given_up:
+        [has_failed] = self._on_any_rank([ticket is None])
+        if has_failed:
             self.transfers.wait()
             for load in loads:
                 self.cancel(load)
-        return not is_given_up
+        return not has_failed
 
     def begin_forward(self, num_tokens: int) -> None:
-        """Begin to measure how long prompts take."""
+        """Begin to time a forward that computes prompts."""
         self._begun = (self.transfers.mark(), num_tokens) if num_tokens else None
 
     def end_forward(self) -> None:
-        """End it, for everything of the forward is enqueued."""
+        """End the timing: the whole forward is enqueued."""
         if self._begun is not None:
             begun, num_tokens = self._begun
             self._timed.append((begun, self.transfers.mark(), num_tokens))
             self._begun = None
 
     def end_step(self) -> None:
-        """Begin to spill what became findable."""
+        """Begin to spill the entries that were published."""
         self.end_forward()
         self.pump()
 
     def verify(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """Find the requests of a step whose loads brought other bytes than were written.
+        """Return the requests of a step whose loads were damaged.
 
-        A step's tokens are known to the host only when its loads are long over; so nothing is
-        waited for here but where ``commit_step`` is given tokens that the device alone knows.
+        This waits only if ``commit_step`` is given tokens that are still on the device: tokens
+        reach the host long after the step's loads are done.
         """
         loading = [active for active in requests if active.current_chunk.load is not None]
         self.end_loads([active.current_load for active in loading])
         return [active for active in loading if active.current_load.is_damaged]
 
     def end_loads(self, loads: Sequence[PlannedLoad]) -> None:
-        """Wait for loads, find out on all ranks whether they are damaged, and end them."""
-        # Else a call that broke off has found out, and on all ranks.
+        """Wait for loads, agree on all ranks which are damaged, and end them."""
+        # An earlier call that was interrupted may have ended some, on all ranks.
         unknown = [load for load in loads if load.is_damaged is None]
         if unknown:
             bad = [self._damaged_rows(load) for load in unknown]
@@ -379,15 +377,15 @@ class Tiering:
                 self._end_load(load, rows, is_damaged=is_damaged)
 
     def _damaged_rows(self, load: PlannedLoad) -> set[int]:
-        """Wait for a load, and return which of its rows brought other bytes than were written."""
-        assert load.ticket is not None, "it was enqueued when the step began"
+        """Wait for a load; return the positions of its damaged rows."""
+        assert load.ticket is not None, "a load is enqueued when its step begins"
         load.ticket.wait()
         first, last = load.first_job, load.first_job + len(load.leases)
         return {index - first for index in load.ticket.damaged() if first <= index < last}
 
     def _end_load(self, load: PlannedLoad, bad: set[int], *, is_damaged: bool) -> None:
-        """Give the rows of a load back that is over."""
-        assert load.ticket is not None, "it was enqueued when the step began"
+        """Release the rows of a finished load; remove its damaged entries."""
+        assert load.ticket is not None, "a load is enqueued when its step begins"
         load.is_damaged = is_damaged
         if not is_damaged:
             self.host.use(load.leases)
@@ -397,13 +395,13 @@ class Tiering:
         for index, lease in enumerate(leases):
             if index in bad:
                 lease.rows.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                self._remove_below(lease.facts.key)  # it may have been stored like this
+                self._remove_below(lease.facts.key)  # lower tiers may hold the damaged bytes
             else:
                 lease.rows.release(lease)
 
     @property
     def _takes_offers(self) -> bool:
-        """Whether what is published now can be found by others."""
+        """Whether entries that are published now may be spilled."""
         return True
 
     def offer_blocks(
@@ -413,7 +411,7 @@ class Tiering:
         blocks: Sequence[int],
         holders: Sequence[int | None],
     ) -> None:
-        """Offer blocks of a sequence that became findable."""
+        """Offer the published blocks of a sequence for spilling."""
         if not (self._keeps_kv and self._takes_offers):
             return
         hashes, known = sequence.hashes, self.host[EntryKind.KV]
@@ -423,13 +421,13 @@ class Tiering:
                 self.offer_entry(block, entries.facts(EntryKind.KV, index))
 
     def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
-        """Say which states of a request are worth a row of a tier, and have none in host memory.
+        """Return for each state of a request whether it is worth a host row and has none.
 
-        Over several ranks none is: they would not say the same.
+        With several ranks the answer is False, because ranks would differ.
         """
         if self._agreement is not None:
             return [False] * len(proposals)
-        if self._passes_all:
+        if self._admits_all:
             worth = [True] * len(proposals)
         else:
             own = [each._replace(prompt=sequence.prompt_seen_below) for each in proposals]
@@ -447,14 +445,14 @@ class Tiering:
     def offer_state(
         self, sequence: CachedSequence, position: int, slot: int, proposal: StateProposal | None
     ) -> None:
-        """Offer a state of a sequence that became findable."""
+        """Offer a published state of a sequence for spilling."""
         index = position // self._block_size - 1
         digest = sequence.hashes.digest(index)
         if self._takes_offers and digest not in self.host[EntryKind.STATE]:
             if proposal is not None:
                 proposal = proposal._replace(
                     prompt=sequence.prompt_seen_below,
-                    is_asked=proposal.is_asked or self._passes_all,
+                    is_asked=proposal.is_asked or self._admits_all,
                 )
             facts = self._entries(sequence).facts(EntryKind.STATE, index)
             self.offer_entry(slot, facts, proposal)
@@ -462,12 +460,12 @@ class Tiering:
     def offer_entry(
         self, place: int, facts: EntryFacts, proposal: StateProposal | None = None
     ) -> None:
-        """Offer what a slot or a KV block holds, which is findable."""
+        """Offer the published entry in a slot or KV block for spilling."""
         generation = self._generations[facts.key.kind].item(place)
         self._offers.append(_Offer(place, facts, generation, proposal))
 
     def pump(self) -> None:
-        """End the copies that are over, and begin those of what was offered. It does not wait."""
+        """End finished copies and begin those of offered entries, without waiting."""
         self.poll()
         if not self._offers:
             return
@@ -475,7 +473,7 @@ class Tiering:
         jobs: list[CopyJob] = []
         taken: list[_Offer] = []
         for offer in self._offers:
-            if not self._is_there(offer):
+            if not self._is_current(offer):
                 self.host.dropped["gone"] += 1
                 continue
             if len(jobs) >= room:
@@ -486,7 +484,7 @@ class Tiering:
             )
             if offer.lease is None:
                 continue
-            may_pin = self._agreement is None and len(self.pins) < self._most_pins
+            may_pin = self._agreement is None and len(self.pins) < self._max_pins
             if offer.proposal is not None and may_pin:
                 offer.pin = self._slots.pin(offer.place)
             taken.append(offer)
@@ -505,7 +503,7 @@ class Tiering:
         self.poll()
 
     def poll(self) -> None:
-        """End the copies that are over, and what lower tiers have ended. It does not wait."""
+        """End finished copies and finished jobs of lower tiers, without waiting."""
         self.host.poll()
         while self._spills and self._spills[0][0].is_done():
             _, offers = self._spills[0]
@@ -520,7 +518,7 @@ class Tiering:
         self._read_times()
 
     def _read_times(self) -> None:
-        """Learn from the forwards that have ended."""
+        """Record the times of forwards that have ended."""
         while self._timed:
             begun, ended, num_tokens = self._timed[0]
             seconds = self.transfers.seconds_between(begun, ended)
@@ -530,58 +528,58 @@ class Tiering:
             del self._timed[0]
 
     def wait(self) -> None:
-        """Wait until all copies are over and all memory is there, and take both over."""
+        """Wait until all copies are done and all host memory is there; then poll."""
         self.transfers.wait()
         self.host.wait_for_memory()
         self.poll()
 
     def reset(self) -> None:
-        """Forget all entries, offers and copies; waits until these are over."""
+        """Forget all entries, offers and copies, once the copies are done."""
         self._end_all()
         self.host.reset()
 
     def let_go(self) -> None:
-        """Take back all that a call held which broke off, and entries if it was changing them."""
+        """Drop all offers and copies of an interrupted call, and entries if rows are still held."""
         self._end_all()
         try:
             self.host.poll()
             is_idle = not any(self.host.leases.values())
-        except MambaCacheError:  # a change of its bookkeeping broke off
+        except MambaCacheError:  # a change of the host tier was interrupted
             is_idle = False
         if not is_idle:
             self.host.reset()
 
     def _end_all(self) -> None:
-        """Forget all offers and copies, once these are over."""
+        """Forget all offers, copies and prefetches, once the copies are done."""
         self.transfers.wait()
         self._offers, self._spills, self._retiring = [], [], []
         self._begun, self._timed = None, []
         self._cancel_prefetches()
 
     def stats(self) -> tuple[TierStats, ...]:
-        """Return what each tier holds and did, from the top down."""
+        """Return the contents and counters of each tier, from the top down."""
         return (self.host.stats(), *(tier.stats() for tier in self.lower_tiers))
 
     def flush(self) -> None:
-        """Wait until lower tiers have ended what they were given, and end it here too."""
+        """Wait until lower tiers have finished their jobs; then poll."""
         for tier in self.lower_tiers:
             tier.flush()
         self.poll()
 
     def close(self) -> None:
-        """End the lower tiers, once they have done what they were given."""
+        """Close the lower tiers once their jobs are finished."""
         self.flush()
         for tier in self.lower_tiers:
             tier.close()
 
     def abandon(self) -> None:
-        """End the lower tiers of a context that is gone, and what somebody may still wait for."""
+        """Close the lower tiers of a context that no longer exists; cancel its prefetches."""
         for tier in self.lower_tiers:
             tier.close()
         self._cancel_prefetches()
 
     def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
-        """Prove that rows are held for what is planned and under way alone, and tiers agree."""
+        """Check each tier, and that rows are held only for ``loads`` and copies under way."""
         self.host.check_invariants()
         for tier in self.lower_tiers:
             tier.check_invariants()
@@ -590,13 +588,13 @@ class Tiering:
         held += [o.lease for _, offers in self._spills for o in offers if o.lease is not None]
         for kind, leases in self.host.leases.items():
             if {each for each in held if each.facts.key.kind is kind} != set(leases):
-                raise InvariantError(f"rows of {kind} are held for nobody")
+                raise InvariantError(f"rows of {kind} are held for no load and no copy")
 
     def _entries(self, sequence: CachedSequence) -> PromptEntries:
         return self.entries(sequence.hashes, sequence.request.cache_salt)
 
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
-        """Return what derives the entries of a prompt."""
+        """Return an object that derives the keys and facts of a prompt's entries."""
         tenant = self._tenant(cache_salt)
         return PromptEntries(
             hashes, self._identity, tenant, self._rank, self._block_size, self._row_bytes
@@ -605,17 +603,17 @@ class Tiering:
     def _tenant(self, cache_salt: ExtraKey) -> bytes:
         return tenant_digest(self._secret, cache_salt)
 
-    def _is_there(self, offer: _Offer) -> bool:
-        """Say whether an entry is still where it was when it was offered."""
+    def _is_current(self, offer: _Offer) -> bool:
+        """Return whether an offered entry is still in its place."""
         return self._generations[offer.facts.key.kind].item(offer.place) == offer.generation
 
     def _end_spill(self, offer: _Offer, failure: str | None = None) -> None:
-        """End a copy that is over; it counts only if what it read was there all the time."""
-        assert offer.lease is not None, "it has a row since it was begun"
+        """End a finished copy; discard it if the entry left its place meanwhile."""
+        assert offer.lease is not None, "a copy that was begun has a row"
         pin, offer.pin = offer.pin, None
         if pin is not None:
             self._slots.unpin(pin)
-        if failure is None and not self._is_there(offer):
+        if failure is None and not self._is_current(offer):
             failure = "gone"
         is_kept = False
         if failure is None:
@@ -628,32 +626,32 @@ class Tiering:
 
     @property
     def pins(self) -> list[SlotLease]:
-        """What keeps slots from eviction that copies read."""
+        """Pins of the slots that copies read."""
         return [o.pin for _, offers in self._spills for o in offers if o.pin is not None]
 
     def _on_removed(self, event: Removed) -> None:
-        """Have spills of removed blocks not count."""
+        """Discard the spills of removed blocks."""
         if (self._offers or self._spills) and event.kind == "block":
             self._generations[EntryKind.KV][[*event.block_ids]] += 1
 
-    # What lies on disk and in a store.
+    # Disk and store.
 
     @contextmanager
-    def _taking_back(self) -> Iterator[None]:
-        """Have no row left to a lower tier that was not handed it, where a call breaks off."""
+    def _cleaning_up(self) -> Iterator[None]:
+        """End the leases of lower tiers if the call is interrupted."""
         try:
             yield
         except BaseException:
-            self._has_broken_off = True
-            self._take_back()
+            self._needs_cleanup = True
+            self._end_lower_work()
             raise
 
-    def _take_back(self) -> None:
-        """End all that lower tiers were to do, once they have done what they were handed."""
-        if all(tier.flush(_PATIENCE_SECONDS) for tier in self.lower_tiers):
+    def _end_lower_work(self) -> None:
+        """Wait for the jobs of lower tiers, then end their leases and flights."""
+        if all(tier.flush(_CLEANUP_SECONDS) for tier in self.lower_tiers):
             try:
                 self.host.end_lower()
-            except MambaCacheError:  # a change of its bookkeeping broke off
+            except MambaCacheError:  # a change of the host tier was interrupted
                 self.transfers.wait()
                 self.host.reset()
                 self.host.end_lower()
@@ -661,11 +659,11 @@ class Tiering:
                 if not flight.is_over:
                     flight.end(Refusal.ABORTED)
             self._flights.clear()
-            self._has_broken_off = False
+            self._needs_cleanup = False
 
     def offer_below(self, facts: EntryFacts) -> None:
-        """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""
-        with self._taking_back():
+        """Offer an entry of the host tier to the lower tiers, which may refuse it."""
+        with self._cleaning_up():
             for tier in self.lower_tiers:
                 self._offer_to(tier, facts)
 
@@ -680,7 +678,7 @@ class Tiering:
             lease.rows.release(lease)
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
-        """Offer to lower tiers what a request resumes from, if the host tier has it."""
+        """Offer the entries that a request resumes from to lower tiers, if on the host tier."""
         tiers = [tier for tier in self.lower_tiers if blocks and tier.is_healthy]
         if not tiers:
             return
@@ -698,7 +696,7 @@ class Tiering:
         entries: PromptEntries,
         timeout_seconds: float | None,
     ) -> Prefetch:
-        """Begin to bring what lets a request skip the most, if that is quicker than computing."""
+        """Begin to load entries for a request to host memory, if that is faster than computing."""
         if not self.lower_tiers:
             return Prefetch(request_id, match.skip_tokens, timeout_seconds)
         prefetch = Prefetch(
@@ -707,20 +705,20 @@ class Tiering:
             timeout_seconds,
             needs_agreement=self._agreement is not None,
         )
-        if self._is_waited_for:  # no longer than computing what could be skipped takes
+        if self._is_waited_for:  # wait no longer than computing takes
             num_tokens = self._usable_blocks(match) * self._block_size - match.skip_tokens
             prefetch.end_within(self.planners.compute_seconds(num_tokens))
         self._num_prefetches += 1
-        is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
+        is_trial = self._is_waited_for and self._num_prefetches % _TRIAL_EVERY == 0
         asked = Asked(match, entries, prefetch, is_trial)
         if self._agreement is not None and match.state_matched_blocks >= self._usable_blocks(match):
-            prefetch.agree(PrefetchState.NOTHING)  # as it is on all ranks
+            prefetch.agree(PrefetchState.NOTHING)  # all ranks return here
             return prefetch
-        with self._taking_back():
+        with self._cleaning_up():
             if self._ask(asked):
                 prefetch.is_asking = True
             elif self._agreement is None:
-                self._begin(asked)
+                self._begin_prefetch(asked)
             else:
                 prefetch.is_asking = True
                 prefetch.answer()
@@ -729,10 +727,10 @@ class Tiering:
         return prefetch
 
     def agree(self) -> None:
-        """Begin and end what all ranks can: all of them call it alike.
+        """Begin and end the prefetches that are ready on all ranks; each rank must call this.
 
-        A prefetch begins when the stores of all ranks have answered, so that all bring the same
-        boundary, and is done when it is on all.
+        A prefetch begins when the stores of all ranks have answered, so that all ranks load up to
+        the same boundary. A prefetch is done when it is done on all ranks.
         """
         waiting = [asked for asked in self._asked if not asked.is_agreed]
         if not waiting:
@@ -747,8 +745,8 @@ class Tiering:
                 continue
             outcome = STATES[int(state)]
             if asked.prefetch.is_asking:
-                with self._taking_back():
-                    if self._begin(asked):
+                with self._cleaning_up():
+                    if self._begin_prefetch(asked):
                         continue
                 outcome = PrefetchState.NOTHING
             asked.is_agreed = True
@@ -759,11 +757,11 @@ class Tiering:
             tier.remove(key)
 
     def _arriving_tokens(self, hashes: BlockHashes) -> int:
-        """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
+        """Return how many tokens of a prompt can be skipped once running prefetches are done."""
         reached = 0
         for asked in self._asked:
             prefetch = asked.prefetch
-            # What has failed on one of several ranks is over when all of them know.
+            # With several ranks, a failed prefetch is done only when all ranks know.
             is_alone = self._agreement is None
             if prefetch.has_failed if is_alone else prefetch.is_done:
                 continue
@@ -773,7 +771,7 @@ class Tiering:
         return reached
 
     def _poll_prefetches(self) -> None:
-        """Forget what is over, learn from it, and go on where a store has answered."""
+        """Forget finished prefetches, record their times, and begin those with an answer."""
         if self._agreement is None:
             self.agree()
         for asked in [each for each in self._asked if each.is_agreed and each.prefetch.is_over]:
@@ -785,8 +783,8 @@ class Tiering:
             del self._flights[key]
 
     def _cancel_prefetches(self) -> None:
-        if self._has_broken_off:
-            self._take_back()
+        if self._needs_cleanup:
+            self._end_lower_work()
         for asked in self._asked:
             asked.prefetch.cancel()
             if not asked.is_agreed:
@@ -795,7 +793,7 @@ class Tiering:
         self._flights.clear()
 
     def _ask(self, asked: Asked) -> bool:
-        """Ask the store what it has of a prefix; False if there is nothing to ask or to gain."""
+        """Ask the store for entries of a prefix; return False if no answer can help."""
         store, match = self.store, asked.match
         if store is None or not store.is_healthy:
             return False
@@ -803,7 +801,7 @@ class Tiering:
         keys = [asked.entries.key(*each) for each in entries]
         places = zip(keys, self._places_of(keys), strict=True)
         unknown = [key for key, place in places if place is None]
-        # At best all blocks come from there, and one state.
+        # At best the store has all unknown blocks, and one state is loaded.
         num_bytes = self._row_bytes[EntryKind.STATE] if unknown else 0
         num_bytes += sum(self._row_bytes[k.kind] for k in unknown if k.kind is EntryKind.KV)
         tokens = self._usable_blocks(match) * self._block_size
@@ -813,30 +811,30 @@ class Tiering:
             return False
         return store.ask(unknown, lambda _: asked.prefetch.answer())
 
-    def _begin(self, asked: Asked) -> bool:
-        """Begin to bring what is best for a request; False if nothing is."""
+    def _begin_prefetch(self, asked: Asked) -> bool:
+        """Begin the loads that serve a request best; return False if there are none."""
         prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
         blocks, needed = self._plan(asked)
         if not blocks:
             prefetch.begin(skip_tokens, 0, 0)
             return False
-        if self._is_waited_for:  # no longer than computing it takes
+        if self._is_waited_for:  # wait no longer than computing takes
             num_tokens = blocks * self._block_size - skip_tokens
             prefetch.end_within(self.planners.compute_seconds(num_tokens))
-        read = [
+        reads = [
             self.host[facts.key.kind].read(facts) for facts, place in needed if place is self.host
         ]
-        held = [lease for lease in read if not isinstance(lease, Refusal)]
-        wanted = [
+        held = [lease for lease in reads if not isinstance(lease, Refusal)]
+        loads = [
             (facts, place) for facts, place in needed if place and not isinstance(place, HostTier)
         ]
-        places = {place for _, place in wanted}
-        # What is under way already is there sooner, and teaches nobody what it takes.
-        is_alone = not any(facts.key in self._flights for facts, _ in wanted)
-        num_bytes = sum(facts.payload_bytes for facts, _ in wanted)
-        prefetch.begin(blocks * self._block_size, len(wanted), num_bytes)
-        for facts, tier in wanted:
-            self._bring(facts, prefetch, tier)
+        places = {place for _, place in loads}
+        # A load that was under way already says nothing about the tier's speed.
+        is_alone = not any(facts.key in self._flights for facts, _ in loads)
+        num_bytes = sum(facts.payload_bytes for facts, _ in loads)
+        prefetch.begin(blocks * self._block_size, len(loads), num_bytes)
+        for facts, tier in loads:
+            self._begin_load(facts, prefetch, tier)
         self.host.use(held)
         for lease in held:
             lease.rows.release(lease)
@@ -846,10 +844,9 @@ class Tiering:
         return True
 
     def _plan(self, asked: Asked) -> tuple[int, list[tuple[EntryFacts, _Place]]]:
-        """Choose how many blocks to bring; 0 if it is best to bring nothing.
+        """Choose the boundary to load up to, in blocks; 0 if loading nothing is best.
 
-        With them come the entries that are needed for it, in the order of the prefix, and where
-        they lie.
+        Return the boundary, and the entries that it needs with their places, in loading order.
         """
         match = asked.match
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
@@ -859,24 +856,24 @@ class Tiering:
         where = dict(zip(entries, self._places_of(keys), strict=True))
         planners: dict[_Place, LoadPlanner]
         planners = {self.disk: self.planners.disk, self.store: self.planners.store}
-        blocks = self._soonest(
+        blocks = self._best_boundary(
             match, lambda *each: where.get(each), planners, self._seconds_without(asked)
         )
         if blocks == match.state_matched_blocks:
             return 0, []
         *kv, state = self._needed(match.kv_matched_blocks, blocks)
-        needed = [state, *kv]  # the state first: it takes longest to read and verify
+        needed = [state, *kv]  # the state first: reading and verifying it takes longest
         return blocks, [(asked.entries.facts(*each), where[each]) for each in needed]
 
     def _usable_blocks(self, match: PrefixMatch) -> int:
-        """Return how many blocks of a prompt can be skipped at most."""
+        """Return the maximum number of blocks of a prompt that can be skipped."""
         return max(0, match.prompt_tokens - self._min_computed) // self._block_size
 
     def _entries_of(self, match: PrefixMatch) -> list[tuple[EntryKind, int]]:
-        """Return what could let a request skip more: blocks that are not there, and states."""
+        """Return the entries that let a request skip more: blocks not on the GPU, and states."""
         usable = self._usable_blocks(match)
         first = match.state_matched_blocks
-        # Of several ranks one that can bring nothing still says what it has in host memory.
+        # A rank without healthy lower tiers still reports its host memory to the other ranks.
         is_of_use = self._agreement is not None or any(tier.is_healthy for tier in self.lower_tiers)
         if not is_of_use:
             return []
@@ -885,7 +882,7 @@ class Tiering:
         return blocks + [(EntryKind.STATE, index) for index in range(first, usable)]
 
     def _places_of(self, keys: Sequence[EntryKey]) -> list[_Place]:
-        """Say of each entry where it lies, the highest place first; None: nowhere."""
+        """Return the highest tier that has each entry; None if no tier has it."""
         places: list[_Place]
         places = [self.host if key.digest in self.host[key.kind] else None for key in keys]
         for tier in self.lower_tiers:
@@ -895,19 +892,19 @@ class Tiering:
         return places
 
     def _seconds_without(self, asked: Asked) -> float:
-        """Return how long a request takes if nothing is brought; almost forever in a trial."""
+        """Return the time of a request that loads nothing; in a trial, almost infinite."""
         if asked.is_trial:
             return sys.float_info.max
         return self.planners.compute_seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
 
-    def _bring(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
-        """Begin to bring one entry."""
+    def _begin_load(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
+        """Begin to load one entry to host memory, or join its load that is under way."""
         flight = self._flights.get(facts.key)
         if flight is not None and flight.join(prefetch):
             return
         lease = self.host[facts.key.kind].reserve(facts, for_lower=True)
         if lease is None:
-            prefetch.end_one(Refusal.ABORTED)  # there is no row, or a spill brings it just now
+            prefetch.end_one(Refusal.ABORTED)  # no row is free, or a spill writes the entry now
             return
         flight = Flight(prefetch, partial(self.host.end_later, lease))
         self._flights[facts.key] = flight
@@ -918,17 +915,17 @@ class Tiering:
 
 
 class NoTiers:
-    """What a context without tiers has in their place: it finds nothing, and does nothing."""
+    """Null object for a context without tiers: finds nothing and does nothing."""
 
     host = disk = store = None
     pins: Sequence[SlotLease] = ()
 
     def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
-        """Return a match as it is."""
+        """Return the match unchanged."""
         return match
 
     def resume(self, sequence: CachedSequence, match: PrefixMatch) -> tuple[PrefixMatch, None]:
-        """Resume where the GPU has the state."""
+        """Return the match unchanged, and no load."""
         return match, None
 
     def prefetch(
@@ -941,20 +938,20 @@ class NoTiers:
         """Return a handle that is done."""
         return Prefetch(request_id, match.skip_tokens, timeout_seconds)
 
-    def _nobody(self, *given: object) -> list[Any]:
+    def _no_items(self, *given: object) -> list[Any]:
         return []
 
-    begin = verify = wants = _nobody
+    begin = verify = wants = _no_items
 
-    def _nothing(self, *given: object) -> Any:
+    def _no_op(self, *given: object) -> Any:
         pass
 
-    abandon = agree = begin_forward = begin_request = cancel = check_invariants = _nothing
-    close = end_step = entries = flush = offer_blocks = offer_state = offer_used = poll = _nothing
-    pump = remove = reset = wait = _nothing
+    abandon = agree = begin_forward = begin_request = cancel = check_invariants = _no_op
+    close = end_step = entries = flush = offer_blocks = offer_state = offer_used = poll = _no_op
+    pump = remove = reset = wait = _no_op
 
     def stats(self) -> tuple[TierStats, ...]:
-        """Return none."""
+        """Return no stats."""
         return ()
 
 
@@ -968,7 +965,7 @@ def make_tiering(
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
 ) -> Tiering | NoTiers:
-    """Make the tiers of a context that the settings ask for."""
+    """Create the tiers of a context that the settings ask for."""
     if planner is not None:
         check_kind("load_planner", planner, LoadPlanner)
     if not config.has_host_tier or not config.enable_prefix_caching:

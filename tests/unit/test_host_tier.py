@@ -516,6 +516,6 @@ def test_rows_held_for_nobody_are_noticed():
     context = make_tiered(num_kv_blocks=100)
     first(context)
     lease = context.host_tier[STATE].read(_facts(context, 3))
-    with pytest.raises(InvariantError, match="held for nobody"):
+    with pytest.raises(InvariantError, match="held for no load and no copy"):
         context.check_invariants()
     lease.rows.release(lease)

@@ -417,7 +417,7 @@ def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
 
 def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monkeypatch) -> None:
     """What was measured once would decide for ever otherwise."""
-    monkeypatch.setattr("mamba_cache.context.tiering._TRY_EVERY", 3)
+    monkeypatch.setattr("mamba_cache.context.tiering._TRIAL_EVERY", 3)
     context._tiering._is_waited_for = True
     context._tiering.planners.host.rates = Rates(tokens_per_second=1e12)
     assert [ask(context).num_entries for _ in range(6)] == [0, 0, 2, 0, 0, 2]
