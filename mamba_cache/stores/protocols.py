@@ -1,4 +1,4 @@
-"""What a store is: blobs by key, in a place that several processes share."""
+"""The interface of a store: blobs by key, in a place that several processes share."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ __all__ = [
 
 
 class StoreFault(str, Enum):
-    """Why a store did not do what it was asked for, of one key. Callers count each."""
+    """Why a store's call failed for one key. Callers count each."""
 
     MISSING = "missing"
-    """It does not have the key, or has it no more."""
+    """The store does not have the key, or no longer has it."""
 
     SHORT = "short"
-    """The blob is longer than the buffer; how much was written to the buffer is not told."""
+    """The blob is longer than the buffer; how much of the buffer was written is unspecified."""
 
     FULL = "full"
-    """It has no memory for the blob now."""
+    """The store has no memory for the blob now."""
 
     DISK_FULL = "disk_full"
-    """The disk has no room, or other processes use all that it may take."""
+    """The disk has no room, or other processes use all of the capacity."""
 
     IO_ERROR = "io_error"
-    """The system did not read or write a file."""
+    """The system failed to read or write a file."""
 
     LEASED = "leased"
-    """Somebody reads the blob, so that it cannot be removed now."""
+    """The blob is being read, so it cannot be removed now."""
 
     TRANSFER_FAILED = "transfer_failed"
-    """Bytes were lost on the way; a buffer that was to be filled is partly written."""
+    """Bytes were lost on the way; the buffer of a read may be partly written."""
 
     TIMED_OUT = "timed_out"
-    """The store's own limit of time passed; whether it did it is not known."""
+    """The store's own time limit passed; whether the call took effect is unknown."""
 
     UNREACHABLE = "unreachable"
     """There is no answer: the server is gone or restarts, or the network is down."""
 
     DENIED = "denied"
-    """It refuses this client: password, certificate or rights are wrong."""
+    """The store refuses this client: password, certificate or rights are wrong."""
 
     REJECTED = "rejected"
-    """It answers with another error; ``StoreHealth.detail`` says more."""
+    """The store answers with another error; see ``StoreHealth.detail``."""
 
     CLOSED = "closed"
     """``close`` was called."""
 
     @property
     def is_of_the_store(self) -> bool:
-        """Whether other keys would fare alike: what a circuit breaker counts."""
+        """Whether other keys would fail alike: a circuit breaker counts such faults."""
         return self in _OF_THE_STORE
 
 
@@ -74,12 +74,12 @@ _OF_THE_STORE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """What a store says of itself.
+    """The state of a store.
 
     Attributes:
-        fault: None if it answers; otherwise why not.
-        detail: For people: which server it is, or what the last error was. A server's own words
-            are repeated only if it was sent no password.
+        fault: None if the store answers; otherwise the reason.
+        detail: For people: the server's name, or the last error. A server's own words are repeated
+            only if it was sent no password.
     """
 
     fault: StoreFault | None
@@ -89,49 +89,49 @@ class StoreHealth:
 class BlobStore(Protocol):
     """Blobs of bytes by key, of at most 2 MiB, in a store that other processes share.
 
-    Calls are plain and block; they come from any thread, and several at once. **None raises because
-    of the store**: what went wrong is a ``StoreFault`` at the place of its key. A call may take as
-    long as the store pleases, or never return: deadlines are the caller's, who lets a thread wait.
-    Until a call returns, its buffers are in use.
+    Calls block, and may come from several threads at once. **No call raises because of the store**:
+    a failure is a ``StoreFault`` in the place of its key. A call may take long or never return:
+    the caller sets the deadline, and makes the call in a thread of its own. Until a call returns,
+    its buffers are in use.
 
-    A blob is never overwritten: whoever puts a key that is there leaves the first bytes. What comes
-    back need not be what was put, and "stored" need not be true: verify bytes by a digest, and ask
-    ``exists_many`` after ``put_many``.
+    A blob is never overwritten: a put of a key that is there keeps the first bytes. A store may
+    return other bytes than were put, or report a put that it lost. So verify bytes by a digest, and
+    call ``exists_many`` after ``put_many``.
 
     Keys are printable ASCII without spaces, 1 to 512 characters, each once in a call. Buffers are
     contiguous ``memoryview`` objects of host memory, pinned or not (of a numpy array
     ``array.data``, of a CPU tensor ``tensor.numpy().data``).
 
     Attributes:
-        name: What stats and messages call it, such as "valkey".
+        name: Name of the store in stats and messages, such as "valkey".
     """
 
     name: str
 
     def register(self, memory: memoryview) -> StoreFault | None:
-        """Tell it of memory that buffers of later calls will lie in.
+        """Register memory for the buffers of later calls.
 
-        It is for stores that read and write a caller's memory directly: over RDMA, Mooncake takes
-        no buffers from elsewhere. The others do nothing.
+        This is for stores that access the caller's memory directly: over RDMA, Mooncake accepts
+        buffers in registered memory only. Other stores do nothing.
 
         Args:
-            memory: Stays where it is until ``unregister`` or ``close``.
+            memory: Must stay where it is until ``unregister`` or ``close``.
 
         Returns:
-            None, or why it was not registered.
+            None, or why the memory was not registered.
         """
         return None
 
     def unregister(self, memory: memoryview) -> None:
-        """Take that back, with the same memory, while no call uses it."""
-        return  # nothing, for the stores that need no such memory
+        """Unregister memory that was passed to ``register``; no call may be using it."""
+        return  # a store without registered memory does nothing
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Say of each key whether it can be read now.
+        """Return for each key whether its blob can be read now.
 
         Returns:
-            None where it can, ``MISSING`` where the store says that it does not have it, or why it
-            does not say.
+            None for a blob that can be read, ``MISSING`` if the store answers that it has none,
+            another fault if it does not answer.
         """
 
     def put_many(
@@ -140,12 +140,12 @@ class BlobStore(Protocol):
         """Store blobs.
 
         Args:
-            keys: Their names.
-            buffers: Their bytes, each 1 or more; only read.
+            keys: Key of each blob.
+            buffers: Bytes of each blob, at least 1; only read.
 
         Returns:
-            None where the store says that the key is stored, now or before, with whatever bytes
-            were first. Only ``exists_many`` tells that it can be found.
+            None for a blob that the store reports as stored, now or before, with the bytes that
+            were put first. Only ``exists_many`` confirms that the blob can be found.
         """
 
     def get_many_into(
@@ -154,22 +154,22 @@ class BlobStore(Protocol):
         """Read blobs.
 
         Args:
-            keys: Their names.
-            buffers: Written to, each from its start; may be longer than the blob.
+            keys: Key of each blob.
+            buffers: Each is written from its start; may be longer than the blob.
 
         Returns:
-            The blob's bytes, which were written, or why not: then the buffer may hold anything.
+            The blob's size, all of it written; or a fault, and the buffer may hold anything.
         """
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Remove blobs.
 
         Returns:
-            None where it is gone now, also if it was not there; or why not.
+            None for a blob that is gone now, also if it was never there; otherwise a fault.
         """
 
     def health(self) -> StoreHealth:
-        """Ask the server for a sign of life."""
+        """Ask the server whether it answers."""
 
     def close(self) -> None:
-        """Let go of the store; later calls answer ``CLOSED``. What was stored stays."""
+        """Close this client; later calls answer ``CLOSED``. Stored blobs stay."""

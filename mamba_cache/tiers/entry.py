@@ -1,4 +1,4 @@
-"""Entries of the tiers: what names one, the header that says what it holds, and MACs of both."""
+"""Entries of the tiers: their keys, their headers, and the MACs of headers and payloads."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _LAST_NONCE: Final = b"\xff" * 12
 _MAX_IDENTITIES: Final = 16
 _MAX_PREFIX_TOKENS: Final = 2**40
 
-# Magic, version, kind, bytes of the full digest, rank, what marks a whole entry, generation, prefix
+# Magic, version, kind, bytes of the full digest, rank, mark of a whole entry, generation, prefix
 # tokens, payload bytes, identity, tenant, full digest, nonce, payload tag.
 _FIELDS: Final = struct.Struct("<8sHBBIIQQQ32s16s32s16s16s")
 _PADDING: Final = HEADER_BYTES - _FIELDS.size - _CHECKSUM_BYTES
 
 
 class EntryKind(str, Enum):
-    """What an entry holds."""
+    """Kind of an entry."""
 
     STATE = "s"
     """The state at a boundary."""
@@ -65,69 +65,69 @@ class Refusal(str, Enum):
     """Why an entry was not restored. Each is counted."""
 
     MISSING = "missing"
-    """There is no such entry, or there is none any more."""
+    """The entry was never there, or is gone."""
 
     SHORT = "short"
-    """Fewer bytes were read than an entry has."""
+    """Fewer bytes were read than the entry has."""
 
     MAGIC = "magic"
-    """It does not begin as a header does: zeroes, or something else altogether."""
+    """The bytes do not begin as a header does."""
 
     VERSION = "version"
     """The header is of another version."""
 
     CHECKSUM = "checksum"
-    """The header is not what was written, in host memory."""
+    """In host memory: the header differs from the one that was written."""
 
     MAC = "mac"
-    """Header or payload are not what a process with this secret wrote, on disk or in a store."""
+    """On disk or in a store: no process with this secret wrote this header or payload."""
 
     MALFORMED = "malformed"
-    """The checksum is right and constant bytes are not: another version wrote it."""
+    """The checksum is right but constant bytes differ: another version wrote the entry."""
 
     IDENTITY = "identity"
-    """Another model, other weights, specs or numerics."""
+    """The entry is of another model, or of other weights, specs or numerics."""
 
     TENANT = "tenant"
-    """Of requests with another salt."""
+    """The entry is of requests with another salt."""
 
     KIND = "kind"
-    """A state in the place of a KV block, or the other way round."""
+    """The entry is a state instead of a KV block, or a KV block instead of a state."""
 
     RANK = "rank"
-    """Another part of the model."""
+    """The entry is of another rank's part of the model."""
 
     DIGEST = "digest"
-    """Another prefix."""
+    """The entry is of another prefix."""
 
     PREFIX_TOKENS = "prefix_tokens"
-    """A prefix of another length."""
+    """The entry is of a prefix of another length."""
 
     PAYLOAD_BYTES = "payload_bytes"
-    """Another size than the row's."""
+    """The payload has another size than a row."""
 
     PAYLOAD_DIGEST = "payload_digest"
-    """The bytes are not those that were written, in host memory."""
+    """In host memory: the payload differs from the one that was written."""
 
     GENERATION = "generation"
-    """The row was given to another entry in the meantime."""
+    """The row has got another entry in the meantime."""
 
     IO_ERROR = "io_error"
     """Reading or writing failed."""
 
     TIMEOUT = "timeout"
-    """It did not come by its deadline."""
+    """The entry did not arrive by its deadline."""
 
     ABORTED = "aborted"
-    """Nobody wants it any more."""
+    """The load or write was cancelled, or could not begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryKey:
-    """What an entry is found by.
+    """The key of an entry.
 
-    Its spelling is ``mc1/<identity>/<tenant>/<s or k>/<full digest>/<rank>``, digests in
-    hexadecimal; of one of its chunks, ``/<number>`` follows.
+    As text it is ``mc1/<identity>/<tenant>/<s or k>/<full digest>/<rank>``, digests in
+    hexadecimal. The key of a chunk has ``/<number>`` appended.
     """
 
     identity: bytes  # [32]
@@ -143,7 +143,7 @@ class EntryKey:
 
 @dataclass(frozen=True, slots=True)
 class EntryFacts:
-    """What a request derives of an entry that it looks for, and an entry's header says of it."""
+    """Facts that a request derives of an entry, and with which the entry's header must agree."""
 
     key: EntryKey
     prefix_tokens: int  # from the sequence's start to the end of its block
@@ -151,11 +151,11 @@ class EntryFacts:
 
 
 class EntryHeader(NamedTuple):
-    """What the header of an entry has that its reader cannot derive."""
+    """The fields of an entry's header that its reader cannot derive."""
 
     payload_tag: bytes  # [16]: ``payload_digest`` in host memory, a ``PayloadMac``'s elsewhere
     generation: int = 0  # of the row
-    nonce: bytes = bytes(NONCE_BYTES)  # that no other entry outside host memory has
+    nonce: bytes = bytes(NONCE_BYTES)  # unique to each entry outside host memory
 
     def to_bytes(self, facts: EntryFacts, key: bytes = b"") -> bytes:
         """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both.
@@ -186,7 +186,7 @@ class EntryHeader(NamedTuple):
     def read(
         cls, data: bytes | bytearray | memoryview, expected: EntryFacts, key: bytes = b""
     ) -> EntryHeader | Refusal:
-        """Read a header that something else may have written, and compare every field."""
+        """Read an untrusted header, and compare every field."""
         content = bytes(data[:HEADER_BYTES])
         if len(content) < HEADER_BYTES:
             return Refusal.SHORT
@@ -211,7 +211,7 @@ class EntryHeader(NamedTuple):
             (digest, own.digest.ljust(len(digest), b"\0"), Refusal.DIGEST),
             (prefix_tokens, expected.prefix_tokens, Refusal.PREFIX_TOKENS),
             (payload_bytes, expected.payload_bytes, Refusal.PAYLOAD_BYTES),
-            # Nothing that another version means is read past.
+            # A later version may give these bytes a meaning, so they are not ignored.
             (whole, _WHOLE, Refusal.MALFORMED),
             (content[_FIELDS.size : -_CHECKSUM_BYTES], bytes(_PADDING), Refusal.MALFORMED),
         ):
@@ -240,7 +240,7 @@ class EntryMacs:
         self._keys: dict[bytes, bytes] = {}
 
     def seal(self, facts: EntryFacts, parts: Iterable[Any]) -> bytes:
-        """Return the header of an entry, which vouches for the parts of its payload."""
+        """Return the header of an entry, with the MAC of the parts of its payload."""
         identity = facts.key.identity
         mac = self.payload_mac(identity)
         tag = mac.tag_of([mac.part(number, part) for number, part in enumerate(parts)])
@@ -250,7 +250,7 @@ class EntryMacs:
     def open(
         self, data: bytes | bytearray | memoryview, expected: EntryFacts
     ) -> PayloadMac | Refusal:
-        """Read a header that something else may have written; return what compares its payload."""
+        """Verify an untrusted header; return the MAC to verify the payload with."""
         identity = expected.key.identity
         header = EntryHeader.read(data, expected, self.header_key(identity))
         if isinstance(header, Refusal):
@@ -262,7 +262,7 @@ class EntryMacs:
         return self._keys_of(identity)[:32]
 
     def payload_mac(self, identity: bytes, nonce: bytes | None = None) -> PayloadMac:
-        """Return what makes the MAC of one entry's payload."""
+        """Return an object that computes the MAC of one entry's payload."""
         nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
         expand = self._expand(self._hash(), 32, b"mamba_cache payload " + nonce)
         key = expand.derive(self._keys_of(identity)[32:])
@@ -271,7 +271,7 @@ class EntryMacs:
     def _keys_of(self, identity: bytes) -> bytes:
         keys = self._keys.get(identity)
         if keys is None:
-            if len(self._keys) >= _MAX_IDENTITIES:  # they change where weights are trained
+            if len(self._keys) >= _MAX_IDENTITIES:  # training changes the weights' identity
                 self._keys = {}
             hkdf = self._hkdf(self._hash(), 64, identity, b"mamba_cache entries %d" % _VERSION)
             keys = self._keys[identity] = hkdf.derive(self._secret)
@@ -280,39 +280,39 @@ class EntryMacs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadMac:
-    """Makes the MAC of one entry's payload from its parts: AES-GMAC. Made by ``EntryMacs``."""
+    """Computes the MAC of one entry's payload from its parts: AES-GMAC. Made by ``EntryMacs``."""
 
-    # GMAC under a nonce that was used before gives its key away. So each entry that is written has
-    # a key of its own, derived from 128 random bits, and the nonces under it count its parts. That
-    # also binds a part to its entry and its place.
+    # A repeated GMAC nonce reveals the key. So each written entry has a key of its own, derived
+    # from 128 random bits, and under this key the nonces count the entry's parts. That also binds
+    # a part to its entry and its place.
     nonce: bytes
     _encrypt: Callable[[bytes, bytes, Any], bytes]
-    tag: bytes = b""  # that the parts must have which are read
+    tag: bytes = b""  # expected MAC of the parts' MACs; empty for a new entry
 
     def part(self, number: int, content: Any) -> bytes:
         """Return the MAC of a part, [16] bytes."""
         return self._encrypt(number.to_bytes(12, "little"), b"", content)
 
     def tag_of(self, macs: Sequence[bytes]) -> bytes:
-        """Return the MAC of what holds the MACs of all parts in order, [16] bytes."""
+        """Return the MAC of the concatenated MACs of all parts, [16] bytes."""
         return self._encrypt(_LAST_NONCE, b"", b"".join(macs))
 
     def vouches_for(self, macs: Sequence[bytes]) -> bool:
-        """Say whether the MACs of all parts are those of the entry that was written."""
+        """Return whether the MACs of all parts agree with ``tag``."""
         return hmac.compare_digest(self.tag_of(macs), self.tag)
 
 
 def payload_digest(payload: Any) -> bytes:
     """Return the digest of a payload in host memory: xxh3-128, at about the speed of memory.
 
-    It tells bytes that were damaged, not bytes that somebody chose so that it would not tell.
+    This digest detects damaged bytes, but not bytes that an attacker chose.
     """
     digest: bytes = xxhash.xxh3_128_digest(payload)
     return digest
 
 
 def prefix_tokens_in(header: memoryview) -> int:
-    """Return the prefix tokens that a header tells of, which something else may have written."""
+    """Return the number of prefix tokens in an untrusted header, bounded."""
     prefix_tokens: int = _FIELDS.unpack_from(header)[7]
     return min(prefix_tokens, _MAX_PREFIX_TOKENS)
 

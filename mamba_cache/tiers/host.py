@@ -20,41 +20,41 @@ __all__ = ["HostTier", "TierStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier holds, and what it did since it was made, opened or reset.
+    """Contents of a tier now, and its counters since it was made, opened or reset.
 
-    What a tier does not have is 0 or empty.
+    A field that a tier does not have is 0 or empty.
 
     Attributes:
-        name: What the tier is called.
-        is_healthy: Whether calls are taken now.
+        name: Name of the tier.
+        is_healthy: Whether the tier takes calls now.
         entries: Entries that can be found now, by kind: "kv" and "state".
-        rows: Rows that there may be, by kind.
-        ready_rows: Rows that can be used now, by kind: pinned memory grows in time.
+        rows: Number of rows once all memory is there, by kind.
+        ready_rows: Rows that can be used now, by kind: memory is pinned bit by bit.
         row_bytes: Bytes of one row or file, by kind.
-        loads: Entries asked for.
+        loads: Entries requested.
         restored: Entries that were read by a hit and verified.
-        refused: Entries that were looked for and not restored, by reason.
+        refused: Entries that were requested and not restored, by reason.
         puts: Entries offered.
-        stored: Entries that were written to their end.
+        stored: Entries that were written completely.
         found_stored: Entries offered that another process had stored before.
         dropped: Entries that were not stored, by reason. The host tier has "queue_full" (too many
-            copies were under way), "no_row" (each was being read or written), "refused" (the policy
-            finds the others worth more), "gone" (it left the GPU before its copy was over) and
-            "copy_failed" (the copy raised). Disk and store have "first_use", "in_flight",
+            copies were under way), "no_row" (each was being read or written), "refused" (to the
+            policy the others are worth more), "gone" (the entry left the GPU before its copy was
+            done) and "copy_failed" (the copy raised). Disk and store have "first_use", "in_flight",
             "queue_full", "unhealthy", "aborted", "unconfirmed", "not_removed", "timed_out", "error"
             and the values of ``StoreFault``, such as "disk_full".
-        evicted: Entries given up for others.
-        read_bytes: Payloads read.
-        written_bytes: Payloads written.
-        disk_bytes: What the files take on the disk.
-        recovered: Entries that were there when the disk was opened.
+        evicted: Entries evicted to make room for others.
+        read_bytes: Bytes of payloads read.
+        written_bytes: Bytes of payloads written.
+        disk_bytes: Bytes that the files take on the disk.
+        recovered: Entries that were on the disk when it was opened.
         io_errors: Reads, writes and removals that the system refused, a full disk not counted.
-        asks: Questions what the store has.
-        faults: What disk or store answered instead of doing what it was asked, by ``StoreFault``,
-            key by key, "missing" not counted; "error" where a call raised.
+        asks: Queries to the store about the entries that it has.
+        faults: Faults in the answers of disk or store, one for each key, by ``StoreFault`` without
+            "missing"; "error" counts calls that raised.
         given_up: Calls of the store that did not return by their deadline.
-        hung: Of these, those that have not returned yet; each keeps a thread and its buffers.
-        opened: How often disk or store was left alone after failures.
+        hung: Number of these calls that still run; each holds a thread and its buffers.
+        opened: Number of pauses of disk or store after failures.
     """
 
     name: str
@@ -84,10 +84,10 @@ class TierStats:
 
 
 class HostTier:
-    """Entries in host memory: ``tier[kind]`` has the rows of a kind.
+    """Entries in host memory: ``tier[kind]`` is the ``HostRows`` of a kind.
 
-    It is used by one thread, as the context that it belongs to. Lower tiers end their copies from
-    threads of their own by ``end_later``; ``poll`` does what they asked for.
+    Only the thread that uses the context may use its host tier. Threads of lower tiers end their
+    leases by ``end_later``, which takes effect in ``poll``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HostTier:
             kind: deque() for kind in self._rows
         }
         self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
-        # All slabs are made, or begun to be made: those of both kinds in turn.
+        # Make all slabs now, or begin to pin them: one of each kind in turn.
         for index in range(max(rows.memory.num_slabs for rows in self._rows.values())):
             for kind, rows in self._rows.items():
                 if index >= rows.memory.num_slabs:
@@ -125,7 +125,7 @@ class HostTier:
                     self._slabs_to_come[kind].append(pinner.make(num_bytes))
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: it is used with the other parts."""
+        """Share the guard of the object that this tier is part of."""
         self._guard = guard
         for rows in self._rows.values():
             rows.join(guard)
@@ -141,7 +141,7 @@ class HostTier:
 
     @property
     def leases(self) -> dict[EntryKind, list[RowLease]]:
-        """All leases that are not ended, but those of lower tiers."""
+        """All open leases, except those of lower tiers, by kind."""
         return {
             kind: [lease for lease in rows.leases if not lease.is_lower]
             for kind, rows in self._rows.items()
@@ -149,31 +149,31 @@ class HostTier:
 
     @property
     def lower_leases(self) -> list[RowLease]:
-        """The leases of lower tiers that are not ended."""
+        """The open leases of lower tiers."""
         leases = [lease for rows in self._rows.values() for lease in rows.leases]
         return [lease for lease in leases if lease.is_lower]
 
     @guarded(nests=True, changes=True)
     def wait_for_memory(self) -> None:
-        """Wait until all rows are there, or as many as can be had."""
+        """Wait until all rows have memory, or as many as the system grants."""
         for futures in self._slabs_to_come.values():
             wait(futures)
         self.poll()
 
     @guarded(nests=True, changes=True)
     def poll(self) -> None:
-        """Take over the rows that are ready, and what lower tiers have ended. It does not wait."""
+        """Add the rows that are ready, and end leases as lower tiers asked; does not wait."""
         for kind, futures in self._slabs_to_come.items():
             while futures and futures[0].done():
                 if futures[0].cancelled() or futures[0].exception() is not None:
-                    # No more memory, or no more that may be pinned: the tier stays as it is.
+                    # No more memory can be allocated or pinned: the tier stays at this size.
                     futures.clear()
                 else:
                     self._rows[kind].add_slab(futures[0].result())
                     futures.popleft()
         while self._inbox:
             lease, refusal = self._inbox[0]
-            if lease.rows.is_held(lease):  # otherwise it was ended since
+            if lease.rows.is_held(lease):  # it may have ended since
                 if lease.writes and refusal is None:
                     lease.rows.complete(lease)
                 else:
@@ -182,26 +182,26 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def use(self, leases: Sequence[RowLease]) -> None:
-        """Record that a hit uses entries that it reads: those of one prefix, from its start."""
+        """Record that a hit used the entries that it reads, in the order of their prefix."""
         for rows in self._rows.values():
             rows.use([each for each in leases if each.rows is rows])
 
     @guarded(nests=True, changes=True)
     def end_lower(self) -> None:
-        """End all leases of lower tiers, which have done what they were handed."""
+        """End all leases of lower tiers, whose jobs must be finished."""
         self.poll()
         for lease in self.lower_leases:
             lease.rows.release(lease)
 
     def end_later(self, lease: RowLease, refusal: Refusal | None) -> None:
-        """End a lower tier's copy at the next ``poll``. Any thread may call it."""
+        """End a lower tier's lease at the next ``poll``. Any thread may call it."""
         self._inbox.append((lease, refusal))
 
     @guarded(nests=True, changes=True, renews=True)
     def reset(self) -> None:
-        """Forget all entries, all counts, and all leases but those of lower tiers.
+        """Forget all entries, all counts, and all leases except those of lower tiers.
 
-        Nothing but a lower tier may be reading or writing rows.
+        Only a lower tier may still read or write rows.
         """
         with self._guard.ending(renews=True):
             for rows in self._rows.values():
@@ -213,17 +213,17 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def clear(self) -> None:
-        """Make all entries unfindable; who reads or writes one goes on."""
+        """Make all entries unfindable; reads and writes under way go on."""
         for rows in self._rows.values():
             rows.reset()
 
     def close(self) -> None:
-        """Give the memory back, once nothing reads or writes it; the tier is not used again."""
+        """Free the memory. Nothing may read or write it, or use the tier again."""
         if self._pinner is not None:
             self._pinner.close()
 
     def stats(self, name: str = "host") -> TierStats:
-        """Return what the tier holds and did. Any thread may ask."""
+        """Return the tier's contents and counters. Any thread may call it."""
         rows = {kind.name.lower(): each for kind, each in self._rows.items()}
         return TierStats(
             name=name,
@@ -239,6 +239,6 @@ class HostTier:
         )
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself."""
+        """Check that the bookkeeping is consistent."""
         for rows in self._rows.values():
             rows.check_invariants()

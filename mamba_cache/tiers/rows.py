@@ -1,4 +1,4 @@
-"""The rows of host memory of one kind: which entry each holds, who reads it, which goes next."""
+"""The rows of host memory of one kind: their entries, leases and eviction order."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ __all__ = ["HostRows", "RowLease"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLease:
-    """A claim on a row: of who writes it, or of who reads it."""
+    """A reader's or a writer's claim on a row."""
 
     row: int
-    generation: int  # which of the row's entries it is for
+    generation: int  # of the row: each new entry raises it
     facts: EntryFacts  # of the entry, as the holder derived them
     writes: bool
-    is_lower: bool  # whether a lower tier holds it
-    rows: HostRows = field(repr=False)  # that it is of
+    is_lower: bool  # whether a lower tier holds the lease
+    rows: HostRows = field(repr=False)  # that the row belongs to
 
 
 class HostRows:
-    """Rows that hold one entry each, found by their full digest, with headers and bytes.
+    """Rows of one entry each, with its header and bytes; entries are found by their full digest.
 
     An entry is written by ``reserve``, a copy and ``complete``, and read by ``read``, a copy and
-    ``release``. Whoever copies compares the bytes with the checksums that stand behind them in the
-    row; this class holds every field of the entry's header, and those checksums, to what a request
-    derived.
+    ``release``. The copy's caller compares the bytes with the checksums behind them in the row.
+    This class compares every header field with the request's facts, and the checksums with the
+    header.
 
-    A row that is held is *awaited* (being written, not findable), read, or *leaving* (given up
-    while somebody still reads or writes it: not findable, and free when the last one has ended). A
-    row that is read or written is never given to another entry. Without a policy that knows prompts
-    the least recently used goes first, and of those used in one call the last one named.
+    A held row is *awaited* (being written, not findable), read, or *leaving* (removed during a read
+    or write: not findable, and free when the last lease ends). A row that is read or written never
+    gets another entry. Without a policy that knows prompts the least recently used entry is
+    evicted first; of entries used in one call, the last one named.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class HostRows:
         self._guard = CallGuard(self)
         self.memory, num_rows = memory, memory.num_rows
         self.headers: npt.NDArray[np.uint8] = np.zeros((num_rows, HEADER_BYTES), np.uint8)
-        self.policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
-        self._dropped, self._refused = dropped, refused  # why entries got no row, or did not match
+        self.policy = policy  # a ``PrefixSlotPolicy``: its slots are rows here
+        self._dropped, self._refused = dropped, refused  # entries without a row; mismatches
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self._used_at: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        # A row that can be found is its own name.
+        # The row itself where its entry can be found, else NONE.
         self._names: npt.NDArray[np.int64] = np.full(num_rows, NONE, np.int64)
         self.rows = Rows("row", num_rows, self._names)
-        self.rows.num_rows = self.rows.num_free = 0  # of those that are there already
+        self.rows.num_rows = self.rows.num_free = 0  # rows appear with their slabs
         self.evicted_total = self.stored_total = 0
         self._digests: list[bytes] = [b""] * num_rows
         self._row_of: dict[bytes, int] = {}
@@ -84,11 +84,11 @@ class HostRows:
             policy.reset(num_rows)
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards."""
+        """Share the guard of the object that these rows are part of."""
         self._guard = guard
 
     def __len__(self) -> int:
-        """How many entries can be found."""
+        """Number of entries that can be found."""
         return len(self._row_of)
 
     def __contains__(self, digest: bytes) -> bool:
@@ -97,24 +97,24 @@ class HostRows:
 
     @property
     def leases(self) -> list[RowLease]:
-        """All that are not ended: of writers and of readers."""
+        """All open leases, of writers and of readers."""
         return list(self._leases)
 
     def add_slab(self, slab: torch.Tensor) -> None:
-        """Take the next memory, [bytes] uint8: its rows can be used, in their order."""
+        """Add the next slab of memory, [bytes] uint8; its rows become free, in their order."""
         first = self.rows.num_rows
         self.rows.num_rows = first + self.memory.add_slab(slab)
         self.rows.push([*reversed(range(first, self.rows.num_rows))])
 
     @guarded(nests=True, changes=True)
     def begin_request(self, facts: Any) -> Any:
-        """Tell the policy of a request; return what stands for its prompt in proposals."""
+        """Pass a request to the policy; return the handle of its prompt for proposals."""
         return None if self.policy is None else self.policy.on_request(facts)
 
     @guarded(nests=True, changes=True)
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
-        """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
-        assert self.policy is not None, "the caller has looked"
+        """Ask a policy that knows prompts which states are worth a row now, without a change."""
+        assert self.policy is not None, "the caller has checked"
         accepted: list[bool]
         accepted, _ = self.policy.admit(proposals, self.rows.num_free, self._evictable())
         self.policy.withdraw()
@@ -124,10 +124,10 @@ class HostRows:
     def reserve(
         self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
     ) -> RowLease | None:
-        """Take a row for an entry that is to be written: a free one, or one given up for it.
+        """Lease a row to write an entry: a free row, or one whose entry is evicted.
 
-        None: none can be had, which is counted, or the entry is there or awaited. A state with a
-        ``proposal`` may be refused, as by ``would_admit``.
+        Return None if the entry is there or awaited, or, counted, if no row can be had. The policy
+        may refuse a state with a ``proposal``, as in ``would_admit``.
         """
         digest = facts.key.digest
         if digest in self._row_of or digest in self._awaited:
@@ -152,7 +152,7 @@ class HostRows:
 
     @guarded(nests=True, changes=True)
     def complete(self, lease: RowLease) -> bool:
-        """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
+        """Publish an entry whose bytes and checksums are in its row; return whether it is kept."""
         row, digest = lease.row, lease.facts.key.digest
         is_kept = self._awaited.get(digest) is lease
         if is_kept:
@@ -171,9 +171,9 @@ class HostRows:
 
     @guarded(nests=True, changes=True)
     def read(self, facts: EntryFacts, *, for_lower: bool = False) -> RowLease | Refusal:
-        """Find an entry and keep it until ``release``; what does not match is dropped.
+        """Find an entry and hold its row until ``release``; remove an entry that does not match.
 
-        All is compared but its bytes, which whoever copies them compares with the checksums.
+        This compares everything but the bytes. The copy's caller compares those.
         """
         digest = facts.key.digest
         row = self._row_of.get(digest, NONE)
@@ -187,25 +187,25 @@ class HostRows:
 
     @guarded(nests=True, changes=True)
     def release(self, lease: RowLease, reason: str | None = None) -> None:
-        """End a lease: of a reader, or of an entry that will not come, once nothing writes it.
+        """End a reader's lease, or a writer's that failed, once nothing writes the row.
 
-        ``reason`` is what that counts as.
+        ``reason`` is the name under which a failed write is counted.
         """
         row, digest = lease.row, lease.facts.key.digest
         if lease not in self._leases:
-            raise DoubleFreeError(f"{lease} was ended already, or is another kind's")
+            raise DoubleFreeError(f"{lease} has ended already, or belongs to other rows")
         del self._leases[lease]
         if self._awaited.get(digest) is lease:
             del self._awaited[digest]
             self._release_from_policy(row)
-        if self.rows.release(as_rows([row])):  # nobody else reads it
+        if self.rows.release(as_rows([row])):  # no other lease, and the entry can be found
             self._queue.push(row, self._used_at.item(row))
         if reason is not None:
             self._dropped[reason] += 1
 
     @guarded(nests=True, changes=True)
     def refuse(self, lease: RowLease, refusal: Refusal) -> None:
-        """End the lease of a reader who found other bytes than there should be; drop the entry."""
+        """End the lease of a reader that found damaged bytes; remove the entry."""
         if self._names[lease.row] != NONE:
             self._forget(lease.row)
         self._refused[refusal.value] += 1
@@ -213,7 +213,7 @@ class HostRows:
 
     @guarded(nests=True, changes=True)
     def remove(self, digest: bytes) -> bool:
-        """Make an entry unfindable; say whether it was there. Its readers end as ever."""
+        """Make an entry unfindable; return whether it was there. Its readers keep their leases."""
         row = self._row_of.get(digest)
         if row is None:
             return False
@@ -224,14 +224,14 @@ class HostRows:
         return True
 
     def use(self, leases: Iterable[RowLease]) -> None:
-        """Record that entries were used by a hit: consecutive ones of a prefix, from its start."""
+        """Record that a hit used entries: consecutive ones of a prefix, from its start."""
         rows = [lease.row for lease in leases if self._names[lease.row] != NONE]
         self._use(rows)
         if self.policy is not None:
             self.policy.on_consumed(rows)
 
     def is_held(self, lease: RowLease) -> bool:
-        """Say whether a lease is not ended."""
+        """Return whether a lease is open."""
         return lease in self._leases
 
     def buffer(self, lease: RowLease) -> memoryview:
@@ -239,7 +239,7 @@ class HostRows:
         return self.memory.array(lease.row).data
 
     def reset(self, keep: Iterable[RowLease] | None = None) -> None:
-        """Make all entries unfindable. What is being read or written is free when that ends."""
+        """Make all entries unfindable. Rows being read or written are freed when that ends."""
         self._leases = dict.fromkeys(self._leases if keep is None else keep)
         self._row_of.clear()
         self._awaited.clear()
@@ -253,7 +253,7 @@ class HostRows:
             self.policy.reset(self.memory.num_rows)
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself."""
+        """Check that the bookkeeping is consistent."""
         cached = set((self._names != NONE).nonzero()[0].tolist())
         unread = set(self._evictable().tolist())
         awaited = {lease.row for lease in self._awaited.values()}
@@ -267,10 +267,10 @@ class HostRows:
             ),
             "each row that can be used has memory": self.rows.num_rows == self.memory.num_ready,
             "references are those of leases": np.array_equal(self._references(), self.rows.refs),
-            "what is awaited is written": all(
+            "each awaited entry has a writer": all(
                 lease in self._leases and lease.writes for lease in self._awaited.values()
             ),
-            "the queue holds exactly the cached rows that nobody reads": (
+            "the queue holds exactly the cached rows without a lease": (
                 all(row in self._queue for row in unread) and len(self._queue) == len(unread)
             ),
         }
@@ -288,7 +288,7 @@ class HostRows:
         return lease
 
     def _refusal(self, row: int, facts: EntryFacts) -> Refusal | None:
-        """Say what of a row is not what it should be, but for its bytes."""
+        """Return the first mismatch between a row and the facts, bytes not compared."""
         header = EntryHeader.read(self.headers[row].data, facts)
         if isinstance(header, Refusal):
             return header
@@ -298,7 +298,7 @@ class HostRows:
         return None if is_same else Refusal.PAYLOAD_DIGEST
 
     def _digest_of_checksums(self, row: int) -> bytes:
-        """Return what binds a row's checksums to its header."""
+        """Return the digest of a row's checksums, which its header holds."""
         return payload_digest(self.memory.array(row)[self.memory.checksums])
 
     def _use(self, rows: Sequence[int]) -> None:
@@ -310,30 +310,30 @@ class HostRows:
                 self._queue.push(row, self._clock - age)
 
     def _evict(self) -> None:
-        """Give up an entry; there is one that nobody reads."""
+        """Evict the entry that is worth least; there is one without a lease."""
         if self.policy is None:
             row, _ = self._queue.pop()
         else:
             rows = self._evictable()
             [row] = self.policy.choose(1, rows, rows.astype(np.int32), self)
-        self._give_up(row)
+        self._evict_row(row)
 
     def _admit(self, policy: Any, proposal: Any) -> bool:
-        """Ask a policy whether a state gets a row, and free one for it."""
+        """Return whether a policy grants a state a row, and evict entries for it."""
         is_accepted: bool
         [is_accepted], victims = policy.admit([proposal], self.rows.num_free, self._evictable())
         for row in victims:
-            self._give_up(row)
+            self._evict_row(row)
         return is_accepted
 
     def _evictable(self) -> npt.NDArray[np.int64]:
-        """Return the cached rows that nobody reads, ascending."""
+        """Return the cached rows without a lease, ascending."""
         rows: npt.NDArray[np.int64]
         [rows] = ((self._names != NONE) & (self.rows.refs == 0)).nonzero()
         return rows
 
-    def _give_up(self, row: int) -> None:
-        """Free a cached row for another entry."""
+    def _evict_row(self, row: int) -> None:
+        """Evict the entry of a row."""
         self.remove(self._digests[row])
         self.evicted_total += 1
 
