@@ -41,7 +41,7 @@ SlotPolicyName = Literal["adaptive", "lru"]
 
 
 class EvictionPolicy(str, Enum):
-    """When cached KV blocks, and the slots that belong to them, are given up.
+    """When cached KV blocks, and the slots that belong to them, are evicted.
 
     The members compare equal to their string values, so an engine's own enum of the same values
     works in their place.
@@ -96,8 +96,8 @@ class CacheConfig:
         ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
-        slot_policy: Which saved states are given up first where a context is given no policy of its
-            own: "adaptive" learns which come back, and has KV blocks follow them; "lru" gives up
+        slot_policy: Which saved states are evicted first where a context is given no policy of its
+            own: "adaptive" learns which come back, and has KV blocks follow them; "lru" evicts
             the least recently used. None: what ``eviction_policy`` asks for, "adaptive" under LRU.
         vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
         min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels

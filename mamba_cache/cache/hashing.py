@@ -60,7 +60,7 @@ class BlockHashes(Sequence[int]):
     """Hashes of consecutive blocks from a sequence's start: ids to look up, digests to verify.
 
     As a sequence it holds the *hash ids*: positive ints below 2**63, cut from the digests. Two
-    different prefixes can share an id, though hardly ever; nobody shares a digest. Immutable.
+    different prefixes rarely share an id, and never a digest. Immutable.
     A slice is a ``BlockHashes`` too. Equal to another one with the same digests, and to a list or
     tuple of the same ids.
 

@@ -83,7 +83,7 @@ class KVBlockAllocator:
         listeners: They get ``Stored`` and ``Removed`` for blocks. Slots over the blocks share them.
         before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
             or None.
-        evicted_blocks_total: Cached blocks given up to make room.
+        evicted_blocks_total: Cached blocks evicted to make room.
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
@@ -483,7 +483,7 @@ class KVBlockAllocator:
         """Free as many cached blocks, of which there are enough, and tell listeners.
 
         Where states are followed, blocks without a state go first, by recency: no state lies below
-        a leaf, so nothing is lost with them. Then the slots choose which state is given up.
+        a leaf, so nothing is lost with them. Then the slots choose which state is evicted.
         """
         slots = self._find_slots() if self._follows_states else None
         if self._follows_states and slots is None:  # they are gone, and so are the states

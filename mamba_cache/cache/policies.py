@@ -1,4 +1,4 @@
-"""Eviction policies: which cached slots are given up when others are needed."""
+"""Eviction policies: which cached slots are evicted when others are needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SlotEvictionPolicy(Protocol):
         """Return the slots to evict, the first to go first. Changes nothing.
 
         Args:
-            num_slots: How many are wanted, 1 or more.
+            num_slots: How many are needed, 1 or more.
             slots: [evictable] int64, ascending: the slots that may be evicted.
             blocks: [evictable] int32. The block of each.
             kv_blocks: The KV blocks' owner, whose arrays are read as they are now.
@@ -72,7 +72,7 @@ class SlotEvictionPolicy(Protocol):
 
 
 class PromptFacts(NamedTuple):
-    """What a policy that knows prompts is told of each request.
+    """The facts of a request that a policy with knowledge of prompts gets.
 
     Attributes:
         hash_ids: The hash id of each complete block of its prompt.
@@ -80,7 +80,7 @@ class PromptFacts(NamedTuple):
         num_matched_blocks: Blocks found cached.
         num_usable_blocks: Blocks that could be skipped at most, were all of them cached.
         will_continue: Whether its sender says that a longer prompt will follow; None: nothing said.
-        source: Who says so; equal ones are trusted alike.
+        source: The source of the hint; equal sources are trusted alike.
     """
 
     hash_ids: Sequence[int]

@@ -36,7 +36,7 @@ class Rows:
 
     A row with references is *held*. Without, it is *cached* if it has a name, which its content is
     found by, and else *free*: then it is on the stack of free rows. Embedders write these tables by
-    index, so nothing that they say is kept twice. Who calls has checked that rows are in range.
+    index, so no fact is kept twice. Callers have checked that rows are in range.
     """
 
     __slots__ = ("_name_at", "_what", "free", "names", "num_free", "num_rows", "ref_at", "refs")

@@ -59,8 +59,8 @@ class Request:
             of a system prompt, in tokens. A state is saved at the block boundary at or before
             each, in the prompt or in the answer, beside those that the placement chooses.
         will_continue: Whether a longer prompt that begins with this one will follow, as after a
-            tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
-        source: Who says so: hints of each source are trusted as far as they came true.
+            tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: unknown.
+        source: The source of the hint. A source is trusted as far as its hints came true.
         tells_tokens: Whether listeners get its tokens. None: they do, with its salt, adapter and
             multimodal keys; True: without the adapter, which is none but the cache's own key.
 
@@ -229,7 +229,7 @@ class CachedSequence:
 
 
 class TierOffers(Protocol):
-    """What tiers below the GPU are told and asked of sequences."""
+    """The calls that the index makes to the tiers below the GPU."""
 
     def begin_request(self, facts: PromptFacts, /) -> object:
         """Tell the tiers' policy of a prompt; return what it knows the prompt by."""

@@ -162,7 +162,7 @@ class SlotPool:
     def listeners(self) -> Listeners:
         """Those of a ``KVBlockAllocator``, which also get states of its registered blocks.
 
-        Over other KV blocks nothing is told.
+        Other KV blocks cause no call.
         """
         return self._no_listeners if self._index is None else self._index.listeners
 
@@ -417,7 +417,7 @@ class SlotPool:
         """Prove that just these slots are reserved and leased, and that no state is stale.
 
         A block that lost its hash is filled with other tokens next, and its state would be theirs.
-        For those who register the hashes of ``kv_blocks``; linear in slots.
+        For callers that register the hashes of ``kv_blocks``; linear in slots.
 
         Raises:
             InvariantError: They are not.

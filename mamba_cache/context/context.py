@@ -146,13 +146,12 @@ class DynamicInferenceContext:
         kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
             ``config.num_kv_blocks`` says how many blocks it has.
         device: Where states, keys and values are.
-        slot_policy: Which states are given up first. Default: what ``config.slot_policy``
+        slot_policy: Which states are evicted first. Default: what ``config.slot_policy``
             names.
         placement: Where states are saved. Default: Megatron's three positions.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
-        identity: What the embedder says of the model, for processes that share entries. Default:
-            nobody shares.
+        identity: The model's identity, for processes that share entries. Default: none is shared.
         clock: Returns the seconds by which pins end, and never goes back. Processes that must
             decide alike need one whose readings are alike, or pins without an end.
         shared: Memory of an owner, which the settings describe; ``slot_policy`` and ``clock`` are
@@ -257,7 +256,7 @@ class DynamicInferenceContext:
         self.agreement = agreement
         if isinstance(self._tiering, Tiering):
             self._tiering.host.join(self._guard)
-        # Threads and a lock would outlive a context that nobody closes.
+        # Threads and a lock would outlive a context that is never closed.
         self._closes_lower = finalize(self, self._tiering.abandon)
         self._make_parts()
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
@@ -516,7 +515,7 @@ class DynamicInferenceContext:
             if load is not None:
                 first = load.first_block
                 load.blocks = table.block_tables[row, first : first + load.num_blocks].tolist()
-                # The policy hears of the prompt when its chunk is planned: it refuses nothing yet.
+                # The policy learns of the prompt when its chunk is planned: it refuses nothing yet.
                 [reserved] = self._reserve(active, [start])
                 assert reserved is not None, "can_reserve said so"
                 load.checkpoint = reserved._replace(is_loaded=True)
@@ -801,8 +800,8 @@ class DynamicInferenceContext:
                 list, which costs least. Of a request that had drafts the accepted drafts and the
                 token sampled after them, as a list or tuple in the mapping, or a row of an [n, k]
                 array; they may be cut anywhere, and with ``num_speculative_tokens`` of at least 1
-                none means that the request stays where it was. Or ``DeviceTokens``, which nobody
-                waits for: the step is then uncollected, and the next may begin before
+                none means that the request stays where it was. Or ``DeviceTokens``, for which the
+                host does not wait: the step is then uncollected, and the next may begin before
                 ``collect_step`` brings its tokens.
             counts: With an [n, k] array: how many tokens of its row each request takes.
 
@@ -894,7 +893,7 @@ class DynamicInferenceContext:
         return all_tokens, all_taken
 
     def _drop_unwritten(self, step: Step) -> None:
-        """Give up the states inside chunks, for not every layer has handed over its part.
+        """Cancel the states inside chunks, for not every layer has handed over its part.
 
         A slot keeps its last state, perhaps another salt's, until it is written.
         A warning comes before anything is changed: made an error by a filter, it leaves the step
@@ -1004,7 +1003,7 @@ class DynamicInferenceContext:
         """Free the states that requests saved one block earlier while decoding.
 
         The next turn of a conversation resumes from the newest, so one slot does for an answer of
-        any length. States that somebody asked for by position stay, and so do those that other
+        any length. States that a caller asked for by position stay, and so do those that other
         requests have used or are about to.
         """
         superseded: list[SlotLease] = []

@@ -1,7 +1,7 @@
 """The scheduler: which requests take part in a step, and with how many tokens.
 
 Requests that begin alike share work that is not done yet. Of several prompts submitted together,
-one computes what they have in common. It is told to save a state where each of the others branches
+one computes what they have in common. It saves a state where each of the others branches
 off; those may wait for it, and then resume from there.
 """
 
@@ -204,7 +204,7 @@ class Scheduler(Generic[_Request]):
             self._context.preempt(request.key)
 
     def begin_step(self, *, leaves_out: Collection[Hashable] = ()) -> Step | None:
-        """Begin a step with all who can take part, but for the decoding requests ``leaves_out``."""
+        """Begin a step with all requests that can run, but the decoding requests ``leaves_out``."""
         self._prefetch()
         if not self.is_steady:
             self._fill_step()
@@ -389,7 +389,7 @@ class Scheduler(Generic[_Request]):
         return False
 
     def _make_room(self, request: _Request, error: CapacityError) -> None:
-        """Preempt the youngest request that holds memory; if none is left, give up."""
+        """Preempt the youngest request that holds memory; if none is left, end the request with the error."""
         holding = self._holding()
         if len(holding) > 1:
             self._context.preempt(holding[-1].key)

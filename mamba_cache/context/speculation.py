@@ -23,7 +23,7 @@ __all__ = ["DeviceTokens", "Speculation", "check_sampled", "send_to_host"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """What a step sampled, where it was sampled: nobody waits for it.
+    """The tokens that a step sampled, on the device; the host does not wait for them.
 
     Attributes:
         tokens: [num_requests, num_speculative_tokens + 1] int64 on the context's device, in batch

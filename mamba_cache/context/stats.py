@@ -32,8 +32,8 @@ class CacheStats:
         skipped_checkpoints: States not saved because no slot or no room in the step was left.
         unwritten_states: States not published because a layer of the model did not hand over its
             part: 0, unless there is a bug in the model's layers.
-        evicted_blocks: Cached KV blocks given up for others.
-        evicted_slots: Saved states given up for others.
+        evicted_blocks: Cached KV blocks evicted for others.
+        evicted_slots: Saved states evicted for others.
         aborted_steps: Steps taken back.
         preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
         self_resets: Times that a ``PrefixCache`` reset itself, because an exception of another

@@ -354,7 +354,7 @@ def _in_order(
             f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
     if preparer.are_tokens(array):
-        return array.astype(np.int64)  # not the caller's, who may write into that
+        return array.astype(np.int64)  # a copy: the caller may write to its own
     is_given = array >= 0
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
@@ -471,7 +471,7 @@ def check_accepted(
     before the step.
     """
     num_decodes, is_wider = len(work.group.ids), tokens.shape[1] > work.width
-    # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
+    # If lengths are equal, one comparison does: no request takes more tokens than were computed.
     if not may_stay or work.lengths is not None or num_decodes < len(ids) or is_wider:
         most = np.ones(len(ids), dtype=np.int64)
         most[:num_decodes] = work.width if work.lengths is None else work.lengths

@@ -50,7 +50,7 @@ class MambaSlotAllocator(SlotPool):
     one of two ways. If the forward writes checkpoints into a scratch, ``compute_and_store_offsets``
     records where, and ``commit_intermediate_states`` ends the step. If the layers write straight
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
-    ``cancel_reserved`` after it; until then nobody can find those states.
+    ``cancel_reserved`` after it; until then those states are not findable.
 
     After an exception of another package in the middle of a change, every call raises
     ``PoisonedError`` until ``reset``, as in ``SlotPool``.
@@ -200,7 +200,7 @@ class MambaSlotAllocator(SlotPool):
         copied = (list(pool.tensors.values()) for pool in (scratch, states))
         self._scratch_to_slots = StateCopier(*copied)
         self._make_tables()
-        # Any: to those who know that states are of conv and SSM these are never None.
+        # Any: never None for states of conv and SSM.
         saved, scratched = (pool.tensors if self._is_mamba else {} for pool in (states, scratch))
         self.conv_states: Any = saved.get("conv")
         self.ssm_states: Any = saved.get("ssm")

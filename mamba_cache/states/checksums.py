@@ -1,4 +1,4 @@
-"""Checksums of many tensors: whether any of them is another than it was."""
+"""Checksums of many tensors: whether any of them has changed."""
 
 from __future__ import annotations
 

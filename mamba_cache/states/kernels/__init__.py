@@ -26,7 +26,7 @@ def kernels_for(
     """Return the module whose functions work on ``device``.
 
     Args:
-        backend: Which is wanted.
+        backend: The requested one.
         device: Where the tensors are.
         kernels: The module of Triton kernels and their launchers, imported if it is chosen: it
             needs Triton.
