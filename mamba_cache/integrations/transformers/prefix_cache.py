@@ -99,7 +99,7 @@ _MIN_SLOTS = 4
 """From which on the default policy learns; with fewer, one chat would not go on where it ended."""
 
 _BLOCKS_WITHOUT_MEMORY = 2**18
-"""KV blocks of a model without attention: only their books take room."""
+"""KV blocks of a model without attention: only their bookkeeping takes memory."""
 
 _OF_CONFIG = (
     "block_size_tokens", "reuse_answers", "max_requests", "host_cache_gb", "disk_cache_path",
@@ -111,12 +111,13 @@ _OF_CONFIG = (
 class PrefixCache:
     """Reuses the prefixes of prompts that a transformers model has computed before.
 
-    One thread uses the model at a time through it; others wait. After any exception what the call
-    held is given back, and the model is free of it. If the exception came while bookkeeping
-    changed, the next call resets the cache and counts it in ``stats().self_resets``.
+    One thread at a time uses the model through the cache; other threads wait. After any exception
+    the call's blocks and slots are released, and the model is as before. If the exception came
+    during a change of the bookkeeping, the next call resets the cache and counts that in
+    ``stats().self_resets``.
 
-    A call that uses the model raises ``ModelChangedError`` if the model was moved or has other
-    weights, ``StepOrderError`` once the cache is closed, and ``ConcurrentUseError`` in a callback
+    A call that uses the model raises ``ModelChangedError`` if the model was moved or its weights
+    changed, ``StepOrderError`` once the cache is closed, and ``ConcurrentUseError`` in a callback
     of another call.
 
     Args:
@@ -124,67 +125,67 @@ class PrefixCache:
             usable on its own.
         mamba_cache_gb: Budget for saved states in GiB (2**30 bytes).
         kv_cache_gb: Budget for keys and values in GiB. Not used by models without attention.
-        block_size_tokens: Tokens of a block, at most 8,192. States lie at block boundaries, so that
-            a hit computes up to that many cached tokens again. With a multiple of the model's SSM
-            chunk a hit computes the same chunks as a miss, and gives the same bits; with other
-            sizes the two are equal to rounding.
-        segment_tokens: The most that one forward computes of a prompt; a multiple of
-            ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
-            with transformers' reference path, whose scans need much memory for each token; less
-            from then on once a forward has run out of memory, after which it is tried again.
-        slot_policy: Which saved states are given up first: a policy, or the name of one as
-            ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved; "lru" where there is no room for 4.
-        placement: Where states inside a prompt are saved, beside those at its end and at the end
-            of the answer, which cost nothing. Default: where a prompt branches off from an
-            earlier one (``BranchPoint``).
-        reuse_answers: Keep the states of answers, for the next turn of a conversation. They come
-            from decoding, and in low precision decoding rounds otherwise than a prompt's
-            computation does, as with transformers' own caches. False: keep prompts only, and
-            compute each answer again when it comes back as part of a prompt.
-        weights_check: How much of the model's weights each call compares with those that the
-            prefixes were computed with: "full" all, by a checksum at the speed of memory, beside
-            the forward on a GPU; "sample" the first 64 KiB of each tensor and in turn one sixteenth
-            of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
-            only which tensors they are and PyTorch's count of writes, which fused optimizers,
-            ``.data`` and inference tensors bypass.
-        max_requests: Requests that ``generate_batch`` runs at once. The states that they read and
-            write take room beside the budgets from the first call on that is computed as a batch;
-            their keys and values are in the budget.
+        block_size_tokens: Tokens of a block, at most 8,192. States lie at block boundaries, so a
+            hit may compute up to one block of cached tokens again. If it is a multiple of the
+            model's SSM chunk, a hit computes the same chunks as a miss, and its results are
+            bit-identical; with other sizes they are equal to rounding.
+        segment_tokens: Maximum tokens of a prompt in one forward; a multiple of
+            ``block_size_tokens``. Shorter segments need less memory. Default: the whole prompt with
+            kernels; 1,024 with transformers' reference path, whose scans need much memory for each
+            token. After a forward that runs out of memory the segment is halved and tried again.
+        slot_policy: Which saved states are evicted first: a policy, or a name as in
+            ``CacheConfig.slot_policy``. Default: "adaptive", which learns which states are used
+            again, and may refuse to save a state; "lru" with fewer than 4 slots.
+        placement: Where states inside a prompt are saved. The states at the end of the prompt and
+            of the answer cost nothing and are always saved. Default: where a prompt branches off
+            from an earlier one (``BranchPoint``).
+        reuse_answers: Keep the states of answers, for the next turn of a conversation. These states
+            come from decoding, which in low precision rounds differently from a prefill, as in
+            transformers' own caches. False: keep prompts only; an answer that comes back as part of
+            a prompt is computed again.
+        weights_check: How much of the weights each call compares with the weights of the cached
+            prefixes. "full": all, by a checksum at the speed of memory, beside the forward on a
+            GPU. "sample": the first 64 KiB of each tensor and one sixteenth of the rest in turn; a
+            change elsewhere may give wrong answers in up to 15 calls. "off": only the tensors'
+            addresses and PyTorch's count of writes, which fused optimizers, ``.data`` and inference
+            tensors bypass.
+        max_requests: Requests that ``generate_batch`` runs at once. Their live states take memory
+            beside the budgets from the first batched call on; their keys and values are in the
+            budget.
         cuda_graphs: Whether decode steps and short chunks of prompts are replayed from CUDA graphs,
-            in ``generate_batch`` and in calls of ``generate`` that a batch can compute. Their
-            memory is beside the budgets; ``batch_stats()`` has it.
-        host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
-            hold. Default: none are kept there.
-        disk_cache_path: A directory in which prefixes outlive the process: a second one with the
+            in ``generate_batch`` and in calls of ``generate`` that run as a batch. The graphs'
+            memory is beside the budgets; ``batch_stats()`` reports it.
+        host_cache_gb: Budget in GiB for prefixes in host memory, beyond the budgets above.
+            Default: no prefix is kept in host memory.
+        disk_cache_path: A directory in which prefixes outlive the process. A later process with the
             same weights, settings and versions finds them. It needs ``host_cache_gb``, through
-            which they come and go, and has one user at a time.
-        disk_cache_gb: What everything below that path may take, in GiB.
-        verify_hits: What part of the hits is computed again without the cache and compared, from 0
-            to 1, in ``verify_pending``.
+            which entries are copied, and has one user at a time.
+        disk_cache_gb: Maximum size of all files below that path, in GiB.
+        verify_hits: Share of hits, from 0 to 1, that ``verify_pending`` computes again without the
+            cache and compares.
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
         hash_algorithm: Hash function of block digests, as in ``CacheConfig``: "blake2b" and
             "sha256" cannot be forged; "xxh3_128" is only for where every client is trusted.
         hash_secret: Key of the block digests, not empty; the same bytes in all processes that share
-            a store. Default: drawn for this cache; with ``disk_cache_path`` drawn once and kept in
+            a store. Default: random for this cache; with ``disk_cache_path`` drawn once and kept in
             a file there.
-        max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
-            together, from 0 to 1.
-        clock: Returns the seconds by which pins end, and never goes back.
+        max_pinned_share: Share of the KV blocks, and of the slots, that pins may hold together,
+            from 0 to 1.
+        clock: Returns the time in seconds at which pins end; monotonic.
         variant: A name for code in the model that its libraries did not bring: hooks, replaced
-            methods, registered attention functions. While there is such code and no variant, calls
-            bypass the cache. Who gives a name gives another one when what the code does changes.
+            methods, registered attention functions. With such code and no variant, calls bypass the
+            cache. Use a new name whenever the behaviour of the code changes.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
             range.
-        UnresumableModelError: The model does not go on correctly from a saved state.
-        BudgetError: A budget does not hold one state, or one block, or is more than there is.
+        UnresumableModelError: The model does not resume correctly from a saved state.
+        BudgetError: A budget is smaller than one state or one block, or larger than the memory.
         TierInUseError: Another process uses ``disk_cache_path``.
-        OSError: It cannot be made or opened.
+        OSError: ``disk_cache_path`` cannot be created or opened.
         MissingExtraError: transformers is not installed.
-        UnsupportedVersionError: It is too old.
+        UnsupportedVersionError: transformers is too old.
     """
 
     def __init__(
@@ -332,15 +333,14 @@ class PrefixCache:
                 the left, or a list of prompts of any lengths, each a list of ints.
             generation_config: As for ``model.generate``. Default: the model's.
             cache_salt: Prompts of different salts never share anything.
-            checkpoints: Lengths in tokens of beginnings of the prompt that others will share: a
-                system prompt, worked examples (``message_ends`` finds them). Their states are kept
-                the first time already; a length inside a block stands for the block's beginning.
-                For several rows one list for all of them, or a list for each; padding does not
-                count.
+            checkpoints: Lengths in tokens of prefixes that other prompts will share: a system
+                prompt, worked examples (``message_ends`` finds them). Their states are saved at the
+                first use; a length inside a block is rounded down to the block's beginning. For
+                several rows one list for all rows, or a list for each; padding is not counted.
             will_continue: Whether longer prompts that begin with these will follow, as in
-                ``Request``: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
-            source: Who says so; each is trusted as far as its hints come true.
-            variant: As for the cache, for this call.
+                ``Request``: a hint for ``AdaptiveSlotPolicy``. None: unknown.
+            source: The source of the hint; each is trusted as far as its hints come true.
+            variant: As in ``PrefixCache``, for this call.
             options: All else that ``model.generate`` takes.
 
         Returns:
@@ -453,48 +453,49 @@ class PrefixCache:
     ) -> dict[str, Any]:
         """Do for hybrid models what ``model.generate_batch`` does for others, with the cache.
 
-        Requests of any lengths run together and leave when they are done. Prompts go on from cached
-        states and are computed in chunks beside the requests that decode, and these are one batch.
+        Requests of any lengths run together and leave when they finish. Prompts resume from cached
+        states and are computed in chunks beside the decoding requests, which are one batch.
 
         Args:
             inputs: Prompts, each a list of token ids.
             generation_config: How answers are made: one ``GenerationConfig`` for all prompts, or a
-                list with one for each. Default: the model's. Answers beyond the first of a prompt
-                (``num_return_sequences``) are forks of it.
+                list with one for each. Default: the model's. Further answers to a prompt
+                (``num_return_sequences``) are forks of the first.
             continuous_batching_config: A ``ContinuousBatchingConfig``, of which
                 ``max_batch_tokens`` (of prompts, in one step), ``max_requests_per_batch``,
-                ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. What else it says is
-                about memory that this cache has already.
-            record_timestamps: Note when each token was there.
+                ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. Its other fields are about
+                memory, which this cache has already.
+            record_timestamps: Record the time at which each token arrived.
             progress_bar: Show one.
-            persistent_manager: Changes nothing: what is set up is kept in any case.
+            persistent_manager: Ignored: the set-up is always kept.
             warmup: Capture the CUDA graphs that are missing before the first token. If False, only
                 those that earlier calls have captured are used.
-            seeds: Of the draws: an int for all prompts, from which each gets its own, or one for
-                each. A prompt's draws depend on its seed alone, not on who else is in the batch.
+            seeds: Seeds for sampling: one int, from which each prompt's seed is derived, or one for
+                each prompt. Draws depend on the prompt's seed alone, not on the rest of the batch.
                 Default: drawn from PyTorch's generator.
             tokenizer: For ``stop_strings``.
             streamer: A function called with the request's id and each of its tokens; or a list with
                 a streamer of transformers, or None, for each prompt of one answer.
-            cache_salt: Prompts of different salts never share anything; a list has one for each.
+            cache_salt: Prompts of different salts never share anything; a list has one for each
+                prompt.
             checkpoints: As for ``generate``.
-            will_continue: Likewise; a list has one for each.
-            source: As for ``generate``, of all prompts.
-            variant: Likewise.
-            options: What changes each configuration, such as ``max_new_tokens``.
+            will_continue: As for ``generate``; a list has one for each prompt.
+            source: As for ``generate``, for all prompts.
+            variant: As for ``generate``.
+            options: Changes to each configuration, such as ``max_new_tokens``.
 
         Returns:
-            What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the
-            order of the prompts, further answers before the first one. An answer that stops because
-            no sequence may be longer, or because its processors, its stop strings or its streamer
-            raised, has its ``error`` set.
+            What ``model.generate_batch`` returns: a ``GenerationOutput`` by request id, in the
+            order of the prompts, further answers before the first one. ``error`` is set for an
+            answer that stopped at the maximum length of a sequence, or because its processors,
+            stop strings or streamer raised.
 
         Raises:
-            InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
-                served, or the model cannot.
+            InvalidArgumentError: The prompts or another argument are malformed, or an option or the
+                model cannot be served.
             SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
             BlockCapacityError: Every KV block is pinned.
-            UnresumableModelError: The model computes something else for several requests at once.
+            UnresumableModelError: The model's results change when several requests run at once.
         """
         self._begin_call()
         call = BatchCall(
@@ -525,10 +526,9 @@ class PrefixCache:
     def install(self) -> AbstractContextManager[object]:
         """Put ``generate_batch`` on the model, for a library that calls it there, such as TRL.
 
-        A call through the model may come in the midst of training. The model is in eval mode for
-        the length of the call. If its weights changed since the last call, all prefixes are
-        forgotten. If it was cast or moved, the memory is set up anew within the same budgets, and
-        pins and counts end.
+        Such a call may come during training. The model is in eval mode during the call. If its
+        weights changed since the last call, all prefixes are dropped. If it was cast or moved, the
+        memory is allocated again within the same budgets; pins end and counts restart.
 
         Returns:
             A context manager that calls ``uninstall`` when it is left.
@@ -552,7 +552,7 @@ class PrefixCache:
         return left
 
     def uninstall(self) -> None:
-        """Take ``generate_batch`` from the model; without ``install`` nothing happens."""
+        """Remove ``generate_batch`` from the model, if ``install`` put it there."""
         model = self._settings.model
         if vars(model).get("generate_batch") == self._generate_for_model:
             del model.generate_batch
@@ -570,7 +570,7 @@ class PrefixCache:
 
     @guarded(renews=True, waits=True)
     def _follow_model(self, variant: str | None) -> None:
-        """Forget what the model has computed with other weights, or in another dtype."""
+        """Drop the prefixes of other weights, or of another dtype."""
         try:
             self._check_home()
         except ModelChangedError:
@@ -586,24 +586,24 @@ class PrefixCache:
             self._make_new(keeps_graphs=True)
 
     def _why_eager(self) -> str:
-        """Return why batches use no CUDA graphs, if they are not to."""
+        """Return the reason for using no CUDA graphs in batches; empty if they are used."""
         if not self._settings.cuda_graphs:
             return "cuda_graphs is False"
-        # Those that are captured for one call would be gone before the next.
+        # Weights that move from call to call would invalidate the graphs each time.
         return "the model is moved or cast from call to call" if self._num_set_ups > 2 else ""
 
     @guarded(waits=True)
     def prepare_batches(self) -> int:
-        """Set up what ``generate_batch`` needs, which its first calls do otherwise.
+        """Do the set-up of ``generate_batch`` now instead of in its first calls.
 
         On a GPU all CUDA graphs are captured, and kernels tuned, behind a progress bar.
 
         Returns:
-            Tokens of the longest sequence that can be batched.
+            Maximum length of a sequence in a batch, in tokens.
 
         Raises:
             InvalidArgumentError: The model cannot be served in batches.
-            UnresumableModelError: The model computes something else for several requests at once.
+            UnresumableModelError: The model's results change when several requests run at once.
         """
         self._check_ready()
         batcher = self._ready_batcher()
@@ -615,10 +615,10 @@ class PrefixCache:
 
     @guarded(waits=True)
     def run_batches(self, manager: BatchManager) -> None:
-        """Let a manager run the requests that have arrived, and those that arrive meanwhile.
+        """Let a manager run its requests, including those that arrive during the call.
 
         Args:
-            manager: It returns when nobody waits any more.
+            manager: Its ``run`` returns when no request waits.
 
         Raises:
             ModelChangedError: The model's settings were changed while requests ran.
@@ -642,7 +642,7 @@ class PrefixCache:
         manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
-        """Return what batches did so far, those of ``generate`` too; None before the first."""
+        """Return the counts of batches, those of ``generate`` included; None before the first."""
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:
@@ -674,7 +674,7 @@ class PrefixCache:
         checkpoints: Sequence[int] | None = None,
         variant: str | None = None,
     ) -> Any:
-        """Compute a prompt, for those who call the model themselves.
+        """Compute a prompt, for callers that run the model's forward themselves.
 
         Args:
             input_ids: Token ids of one prompt: a tensor [1, length] or [length], or a list of ints.
@@ -716,26 +716,26 @@ class PrefixCache:
     ) -> Pin:
         """Keep a cached prompt findable, whatever else needs room.
 
-        Its KV blocks are held, and the slot of its last state, in ``generate`` and
-        ``generate_batch`` alike. What is cached of it in host memory or below is brought first.
-        ``reset``, and a hit that is verified and found wrong, end a pin.
+        The pin holds the prompt's KV blocks and the slot of its last state, for ``generate`` and
+        ``generate_batch``. Entries in host memory or below are loaded first. ``reset`` ends a pin,
+        and so does a hit that verification finds wrong.
 
         Args:
-            input_ids: Token ids of the prompt, as for ``prefill``; it is not computed. Of what is
-                not cached of it nothing is pinned, so run it before: ``prefill`` does.
+            input_ids: Token ids of the prompt, as for ``prefill``. Only cached tokens are pinned,
+                so compute the prompt before, for example by ``prefill``.
             ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
-            cache_salt: The salt that it was computed under.
-            variant: Likewise.
+            cache_salt: The salt that the prompt was computed under.
+            variant: The variant that the prompt was computed under.
 
         Returns:
-            What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
+            The pin, for ``unpin``. Its ``num_tokens`` is the number of pinned tokens.
 
         Raises:
             InvalidArgumentError: The prompt is malformed, or ``ttl_seconds`` is no number from 0 to
                 10**9.
             MissingStateError: No state of the prompt is cached.
             BlockCapacityError: Pins would hold more than their share of KV blocks.
-            MambaSlotCapacityError: Or of slots.
+            MambaSlotCapacityError: Pins would hold more than their share of slots.
         """
         self._check_ready()
         self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
@@ -755,16 +755,16 @@ class PrefixCache:
 
     @guarded(waits=True)
     def unpin(self, pin: Pin) -> None:
-        """End a pin before its time; one that is over is passed over.
+        """End a pin before its time; a pin that has ended is ignored.
 
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: The argument is no pin.
         """
         self._store.pins.remove(pin)
 
     @property
     def pins(self) -> tuple[Pin, ...]:
-        """The pins that are not over, the oldest first."""
+        """The pins that have not ended, oldest first."""
         self._guard.tidy()
         return self._store.pins.current
 
@@ -775,12 +775,12 @@ class PrefixCache:
 
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:
-        """The books of KV blocks; they belong to the cache."""
+        """The allocator of KV blocks; it belongs to the cache."""
         return self._store.kv_blocks
 
     @property
     def slot_allocator(self) -> SlotPool:
-        """The books of slots, likewise."""
+        """The pool of slots; it belongs to the cache."""
         return self._store.slots
 
     @property
@@ -789,10 +789,7 @@ class PrefixCache:
         return self._store.layout.block_size_tokens
 
     def stats(self) -> CacheStats:
-        """Return what the cache did so far, and what it holds now.
-
-        What ``generate_batch`` did is in it.
-        """
+        """Return the cache's counts so far, those of batches included, and its present contents."""
         self._guard.tidy()
         return replace(self._store.stats(), bypasses=dict(self._bypasses))
 
@@ -802,23 +799,23 @@ class PrefixCache:
         return self._store.counters["skipped_tokens"] - self._skipped_before
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Return what host memory and the disk hold and did; none without ``host_cache_gb``."""
+        """Return contents and counts of host memory and lower tiers; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
 
     @guarded(waits=True)
     def verify_pending(self, max_hits: int | None = None) -> int:
-        """Compute hits again that wait to be verified, and compare them with what is cached.
+        """Compute the sampled hits again, and compare them with the cached entries.
 
-        With ``verify_hits`` a part of the hits waits for this. Call it when nobody waits for an
-        answer: each takes as long as its prefix does without a cache. What differs by more than
-        ``context.verification.RELATIVE_BOUNDS`` is counted, logged in ``mamba_cache.verification``,
+        ``verify_hits`` is the share of hits that is sampled. Call this when idle: a hit takes as
+        long as its prefix without a cache. Entries that differ by more than
+        ``context.verification.RELATIVE_BOUNDS`` are counted, logged in ``mamba_cache.verification``,
         and removed from the cache and its tiers.
 
         Args:
-            max_hits: How many at most. Default: all that wait.
+            max_hits: Maximum number of hits. Default: all sampled hits.
 
         Returns:
-            How many were.
+            Number of hits that were compared.
 
         Raises:
             InvalidArgumentError: ``max_hits`` is not an int >= 1.
@@ -830,30 +827,30 @@ class PrefixCache:
         if not verifier.stats().waiting:
             return 0
         self._runner.fingerprint.begin()
-        if self._runner.fingerprint.foreign is not None:  # nothing can be computed as it was
+        if self._runner.fingerprint.foreign is not None:  # no hit can be computed as before
             return 0
         key = self._store.key_for(self._runner.fingerprint.key)
 
         def compute(hit: HitToVerify) -> PrefixContent | None:
-            if hit.request.lora_id != key:  # the model has other adapters or settings than then
+            if hit.request.lora_id != key:  # adapters or settings have changed since
                 return None
             return self._store.content(self._prefiller.recompute(hit.tokens))
 
         return verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
-        """Return what came of ``verify_hits``, to any thread."""
+        """Return the counts of ``verify_hits``; any thread may call this."""
         return self._store.verifier.stats()
 
     @guarded(renews=True, waits=True)
     def reset(self) -> None:
-        """Forget every prefix and every count, as after a change of the model's weights."""
+        """Drop every prefix and every count, as after a change of the model's weights."""
         self._check_home()
         self._make_new()
 
     @guarded(renews=True, waits=True)
     def close(self) -> None:
-        """Give the memory back; after it the cache cannot be used. The model can."""
+        """Release the memory. The cache cannot be used afterwards; the model can."""
         self.uninstall()
         with self._guard.ending(renews=True):
             self._release()
@@ -870,10 +867,10 @@ class PrefixCache:
 
     @guarded(waits=True)
     def check_invariants(self) -> None:
-        """Check the books.
+        """Check that the bookkeeping is consistent.
 
         Raises:
-            InvariantError: They contradict themselves: a bug in this package.
+            InvariantError: The bookkeeping contradicts itself: a bug in this package.
         """
         self._store.check_invariants()
         if self._batcher is not None:
@@ -890,7 +887,7 @@ class PrefixCache:
     def _make_new(self, *, keeps_graphs: bool = False) -> None:
         with self._guard.ending(renews=True):
             self._remove_hooks()
-            if self._batcher is not None:  # its requests hold what is the store's
+            if self._batcher is not None:  # its requests hold blocks and slots of the store
                 self._batcher.reset(keeps_graphs=keeps_graphs)
             self._store.reset()
             self._bypasses.clear()
@@ -900,16 +897,16 @@ class PrefixCache:
                 self._store.tiers.take_weights()
 
     def _take_back(self) -> None:
-        """Give back what a call that raised held."""
+        """Release the blocks, slots and hooks of a call that raised."""
         self._remove_hooks()
         if self._guard.poison:
-            return  # the next call makes everything new
+            return  # the next call resets everything
         if self._batcher is not None:
             self._batcher.drop()
         self._store.let_go()
 
     def _remove_hooks(self) -> None:
-        """Take from the model what a call that raised has put there."""
+        """Remove the replacements that a call that raised has left on the model."""
         put_back(self._store)
         put_back(self._capture)
 
@@ -928,7 +925,7 @@ class PrefixCache:
     def _begin_batch(self, variant: str | None) -> None:
         """Read the settings before requests are added to a batch.
 
-        With foreign code and no variant each call has a key of its own, which nothing else finds.
+        With foreign code and no variant each call has a random key, so no other call finds its entries.
 
         Raises:
             InvalidArgumentError: The model's attention, mask or experts functions are foreign.
@@ -943,7 +940,7 @@ class PrefixCache:
         self._count_foreign()
 
     def _count_foreign(self) -> bool:
-        """Count a call that foreign code made bypass the cache; say whether there was any."""
+        """Count a call if foreign code made it bypass the cache; return whether it did."""
         foreign = self._runner.fingerprint.foreign
         if foreign is not None:
             kind, place = foreign

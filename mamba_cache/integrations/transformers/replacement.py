@@ -26,7 +26,7 @@ class _Replacement:
     original: Any
     is_own: bool  # it was an attribute of the object itself, not of its class
     substitute: Any
-    # By identity who replaced it, in which thread, and by what, the latest last.
+    # Replacements, latest last: the identity of the user, the thread, and the substitute.
     users: dict[int, tuple[object, int, _StandIn | None]] = field(default_factory=dict)
 
 

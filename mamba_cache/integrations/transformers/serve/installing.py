@@ -47,10 +47,10 @@ _TEXT = ("text", "input_text", "output_text")
 """Types of the parts of a message that are text."""
 
 _originals: list[tuple[Any, str, Any]] = []
-"""What is replaced now: whose it is, its name, and what was there."""
+"""Present replacements: the owner, the attribute's name, and the original."""
 
 _installed: list[ServedModels] = []
-"""The models that are served so now."""
+"""The models behind prefix caches now."""
 
 
 def install(
@@ -67,30 +67,30 @@ def install(
 
     Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
     before the server is made: ``transformers.cli.serve.Serve(...)``. A model that cannot be cached,
-    and a request that its cache does not serve, go past it with one warning in the log
+    and a request that its cache does not serve, bypass the cache with one warning in the log
     ``mamba_cache`` that names the reason. A request whose settings cannot be served gets status 400
-    with the reason. With continuous batching hybrid models
-    are batched by their caches, and others as ever.
+    with the reason. With continuous batching hybrid models are batched by their caches, and other
+    models by transformers.
 
     Args:
         mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
         kv_cache_gb: Likewise for its keys and values.
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
-        events_endpoint: Where routers are told what the first loaded model has cached, as for
-            ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: they are not.
-        events_replay_endpoint: Where they ask for what they missed.
-        events_mode: Which KV blocks they are told of.
-        settings: Others of ``PrefixCache``, for each loaded model, such as ``block_size_tokens``,
+        events_endpoint: Endpoint of the KV events of the first loaded model, for routers, as in
+            ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: no events.
+        events_replay_endpoint: Endpoint at which routers request missed events.
+        events_mode: Which KV blocks events are sent for.
+        settings: Other settings of ``PrefixCache``, for each loaded model, such as ``block_size_tokens``,
             ``max_requests``, ``host_cache_gb`` and ``hash_secret``.
 
     Raises:
-        InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
-            be used.
+        InvalidArgumentError: A setting is out of range for every model, or an endpoint cannot be
+            used.
         StepOrderError: It is installed already; ``uninstall`` first.
         MissingExtraError: Something that the extra ``serve``, or the store, needs is not installed.
-        UnsupportedVersionError: This version of transformers has no such server; the message says
-            what it lacks. Nothing was replaced.
+        UnsupportedVersionError: This version of transformers has no such server; the message names
+            what is missing. Nothing was replaced.
     """
     settings |= {
         "mamba_cache_gb": mamba_cache_gb,
@@ -133,7 +133,7 @@ def install(
 
 
 def _substitute(substitute: Callable[..., Any], served: ServedModels, original: Any) -> Any:
-    """Return what stands in the place of a function, static method or class of the server."""
+    """Return the substitute for a function, static method or class of the server."""
     is_static = isinstance(original, staticmethod)
     called = original.__func__ if is_static else original
 
@@ -145,9 +145,9 @@ def _substitute(substitute: Callable[..., Any], served: ServedModels, original: 
 
 
 def uninstall() -> None:
-    """Give transformers' server its own functions back; without ``install`` it does nothing.
+    """Restore the functions of transformers' server; without ``install`` do nothing.
 
-    Models that are loaded answer without a cache from then on.
+    Loaded models answer without a cache from then on.
     """
     while _originals:
         owner, name, original = _originals.pop()
@@ -323,7 +323,7 @@ def _build_config(_: ServedModels, original: Callable[..., Any], *args: Any, **k
     """Make a configuration of a body."""
     try:
         return original(*args, **kw)
-    except Exception as error:  # whatever a value of a wrong type leads to
+    except Exception as error:  # any error of a value with a wrong type
         raise InvalidArgumentError(
             f"the request's settings cannot be read: {str(error) or repr(error)}"
         ) from error
@@ -346,7 +346,7 @@ def _usage(_: ServedModels, original: Callable[..., Any], **counts: Any) -> Any:
 
 
 def _response_usage(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Count the tokens of a response, likewise."""
+    """Count the tokens of a response, the cached ones among them."""
     usage, request = original(*args, **kw), current_request.get()
     if request is not None and request.cached_tokens is not None:
         usage.input_tokens_details.cached_tokens = request.cached_tokens
@@ -430,4 +430,4 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "response.compute_usage": _response_usage,
     "server.build_server": _build_server,
 }
-"""What of the server is replaced, and by what: it gets the served models and the original first."""
+"""Substitutes by the name of the server's attribute; first arguments: served models, the original."""

@@ -49,10 +49,10 @@ SALT_HEADER = b"x-cache-salt"
 """The header that keeps requests apart, in lower case as ASGI has it."""
 
 salt_values: ContextVar[tuple[str, ...]] = ContextVar("salt_values", default=())
-"""What the headers of the HTTP request that is being answered say."""
+"""The fields of the current HTTP request's headers."""
 
 current_request: ContextVar[ServedRequest | None] = ContextVar("current_request", default=None)
-"""The request that is being answered, also in tasks that it begins, such as that of a stream."""
+"""The current request, also in tasks that its handler begins, such as a stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +62,11 @@ class ServedRequest:
     handler: Any = None  # the server's handler that answers it
     body: dict[str, Any] = field(default_factory=dict)  # what the client sent
     cache_salt: str | None = None  # requests of different salts share nothing
-    messages: Sequence[Any] | None = None  # the chat as the template is given it, if it is one
+    messages: Sequence[Any] | None = None  # the chat, as the template gets it
     # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
     cached_tokens: int | None = None
-    # Of a request that is batched: how its answer is made, positions at which other prompts will
-    # branch off, why it failed, and how far it is.
+    # Of a batched request: settings of its answer, positions at which other prompts branch off,
+    # the error, and its progress.
     settings: Any = None  # ``AnswerSettings``
     checkpoints: Sequence[int] = ()
     error: BaseException | None = None
@@ -75,16 +75,16 @@ class ServedRequest:
     is_streaming: bool = False  # an output is delivered for every token
     deliver: Callable[[Any], None] | None = None  # result callback; None until registered
     request: BatchRequest | None = None  # its request in the batch
-    is_cancelled: bool = False  # the client has gone away
+    is_cancelled: bool = False  # the client has disconnected
     num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
     was_restarted: bool = False  # it was submitted again after a call that broke off
 
     @property
     def will_continue(self) -> bool | None:
-        """Whether a longer prompt is to follow, as far as the request tells: a hint, no promise.
+        """Whether a longer prompt will probably follow: a hint, no promise.
 
-        A chat that offers tools, or has had an answer already, goes on more often than a first
-        question does. Of a completion nobody knows.
+        A chat with tools or with an earlier answer continues more often than a first question. For
+        completions it is unknown.
         """
         if self.messages is None:
             return None
@@ -92,9 +92,9 @@ class ServedRequest:
         return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
 
     def find_checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
-        """Return where other prompts will part from this one.
+        """Return the positions at which other prompts will branch off from this one.
 
-        ``processor`` is a tokenizer, or what has one beside processors of images.
+        ``processor`` is a tokenizer, or has one beside processors of images.
         """
         if self.messages is None:
             return []
@@ -109,24 +109,24 @@ class ServedRequest:
 
 
 def salt_of(headers: Sequence[str], user: Any) -> str | None:
-    """Return the salt of a request: what its headers of that name and its field ``user`` say."""
+    """Return the salt of a request, from its salt header and its field ``user``."""
     if user is None and not headers:
         return None
     return json.dumps([list(headers), user], sort_keys=True)
 
 
 SERVER = "transformers server"
-"""Whose hints they are: each source is trusted as far as its hints come true."""
+"""The source of the hints: each source is trusted as far as its hints come true."""
 
 
 class BatchManager:
-    """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
+    """Runs the server's requests in a thread, with the methods of transformers' batch manager.
 
-    It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
+    It has the methods of ``ContinuousBatchingManager`` that the server calls.
 
-    A request whose settings, processors or prompt are at fault fails alone. When the cache's call
-    breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
-    run again from their beginning, once each; the others fail with the reason.
+    A request with bad settings, processors or prompt fails alone. When a call of the cache raises,
+    the cache is reset if necessary. Requests without a delivered token then run again from their
+    beginning, once each; the other requests fail with the error.
     """
 
     def __init__(self, cache: PrefixCache, batching_config: Any = None) -> None:
@@ -148,7 +148,7 @@ class BatchManager:
         self._thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
-        """End the thread when all requests that there are have been answered."""
+        """End the thread when all present requests have been answered."""
         self._is_stopped = True
         self._wake.set()
         if block:
@@ -157,10 +157,10 @@ class BatchManager:
     def add_request(
         self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
     ) -> str:
-        """Have the prompt of the current request answered, as its ``settings`` say.
+        """Queue the prompt of the current request, with its ``settings``.
 
-        With ``streaming`` there is an output with each token. Return the request's name: another
-        one if a request of this name runs, for clients may choose it.
+        With ``streaming`` there is an output with each token. Return the request's name, which
+        differs from the given one if a request of that name runs: clients may choose names.
         """
         arrival = current_request.get() or ServedRequest()
         with self._lock:
@@ -179,7 +179,7 @@ class BatchManager:
         loop = asyncio.get_running_loop()
 
         def deliver(output: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: the client is gone
                 loop.call_soon_threadsafe(callback, output)
 
         arrival = current_request.get() or ServedRequest()
@@ -187,7 +187,7 @@ class BatchManager:
         self._admit(arrival)
 
     def _admit(self, arrival: ServedRequest) -> None:
-        """Take in a request of which both calls have come."""
+        """Admit a request once both of its calls have been made."""
         if not arrival.request_id or arrival.deliver is None:
             return
         with self._lock:
@@ -198,7 +198,7 @@ class BatchManager:
             self._fail_all(reason)
 
     def cancel_request(self, request_id: str) -> None:
-        """Have nobody wait for a request; it ends with the step that runs."""
+        """Cancel a request; it ends with the present step."""
         with self._lock:
             arrival = self._arrivals.get(request_id)
             if arrival is not None:
@@ -215,7 +215,7 @@ class BatchManager:
         reason: BaseException = StepOrderError("the thread that runs requests has ended")
         try:
             self._run_until_stopped()
-        except ModelChangedError as error:  # the server goes on, request by request
+        except ModelChangedError as error:  # the server continues without batches
             reason = error
         except BaseException as error:
             reason = self.background_thread_status.fatal_error = error
@@ -239,7 +239,7 @@ class BatchManager:
             self._wake.wait()
 
     def _begin_again(self, error: Exception) -> None:
-        """Run requests of a call that broke off again; fail those that cannot be.
+        """Run the requests of a call that raised again; fail those that cannot run again.
 
         Raises:
             ModelChangedError: The model was moved or cast, so that its cache is of no use.
@@ -257,9 +257,9 @@ class BatchManager:
                 self._wake.set()
 
     def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
-        """Run what has arrived, and what arrives meanwhile, until nobody waits.
+        """Run all requests, including those that arrive during the call, until none waits.
 
-        ``begin`` looks at the model when there is something new.
+        ``begin`` checks the model before new requests are added.
         """
         while True:
             self._wake.clear()
@@ -339,7 +339,7 @@ _MAX_REASONS = 16
 class ServedModels:
     """The models that are loaded; each one's ``PrefixCache`` is made with ``settings``.
 
-    ``make_publisher`` makes what tells routers of a cache: of the first that is made, and when its
+    ``make_publisher`` makes the publisher of a cache's events: of the first cache, and when its
     model is unloaded, of the next.
     """
 
@@ -360,7 +360,7 @@ class ServedModels:
         self._by_id[id(model)] = ServedModel(model, self._settings, self._tell)
 
     def drop(self, model: Any) -> None:
-        """Let go of a model that is unloaded; a call that still runs keeps it until it ends."""
+        """Release a model that is unloaded; a call that still runs keeps it until it ends."""
         served = self._by_id.pop(id(model), None)
         if served is not None and served.manager is not None:
             served.manager.stop(block=False)
@@ -370,13 +370,13 @@ class ServedModels:
             self._publisher = self._make_publisher()
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """Close the publisher of events."""
         self._make_publisher = None
         if self._publisher is not None:
             self._publisher.close()
 
     def _tell(self, model: Any, cache: PrefixCache) -> None:
-        """Tell routers of a cache that was made, unless they are told of another."""
+        """Publish the events of a new cache, unless another cache is published."""
         if self._publisher is None:
             return
         if self._told_model is not None:
@@ -401,16 +401,16 @@ class ServedModels:
                 yield name, served.cache
 
     def asked(self, model: Any) -> Any:
-        """Return what the server is to call ``generate`` of for the current request."""
+        """Return the object whose ``generate`` the server calls for the current request."""
         served, request = self.find(model), current_request.get()
         return model if served is None or request is None else _Asked(served, request)
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model, and its cache from the first request on that needs it, of which ``tell`` is told.
+    """One model, and its cache from the first request on that needs it; ``tell`` gets a new cache.
 
-    The cache is None before it is made, and where the model can have none.
+    The cache is None before it is made, and if the model cannot be cached.
     """
 
     model: Any
@@ -455,7 +455,7 @@ class ServedModel:
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Do what ``model.generate`` does, through the cache where it serves that.
 
-        The request is told how many tokens were cached.
+        The request gets the number of cached tokens.
         """
         cache = self.prepare()
         if cache is None:
@@ -463,7 +463,7 @@ class ServedModel:
         ids = options["input_ids"][0].tolist()
 
         def count() -> None:
-            # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
+            # No other call uses the cache here: all calls of a model come from one thread.
             request.cached_tokens = cache.last_skipped_tokens
 
         for _ in range(2):  # again after a reset
@@ -487,7 +487,7 @@ class ServedModel:
                     self._warn(f"begins its prefix cache anew: {error}")
                 except ModelChangedError as reason:  # it was moved or cast
                     self._warn(f"is served without a prefix cache: {reason}")
-                    cache.close()  # so that routers hear of it as well
+                    cache.close()  # this publishes its removals as well
                     self.cache = None
                     break
             else:
@@ -497,7 +497,7 @@ class ServedModel:
         return self.model.generate(**options)
 
     def _warn(self, what: str) -> None:
-        """Say once what becomes of a request."""
+        """Log a message once."""
         if what not in self._said and len(self._said) < _MAX_REASONS:
             self._said.add(what)
             _log.warning("%s %s", _name_of(self.model), what)
@@ -522,9 +522,9 @@ class _Asked:
 
 
 class _Listener:
-    """Hands tokens on to the server's streamer, which gets the prompt with the first of them.
+    """Passes tokens to the server's streamer, and the prompt with the first token.
 
-    Until then the call may begin again, with another listener.
+    Until the first token the call may be repeated with a new listener.
     """
 
     def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
