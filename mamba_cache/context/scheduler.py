@@ -389,7 +389,7 @@ class Scheduler(Generic[_Request]):
         return False
 
     def _make_room(self, request: _Request, error: CapacityError) -> None:
-        """Preempt the youngest request that holds memory; if none is left, end the request with the error."""
+        """Preempt the youngest request that holds memory; if none is left, end this one."""
         holding = self._holding()
         if len(holding) > 1:
             self._context.preempt(holding[-1].key)

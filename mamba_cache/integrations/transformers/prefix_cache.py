@@ -463,8 +463,8 @@ class PrefixCache:
                 (``num_return_sequences``) are forks of the first.
             continuous_batching_config: A ``ContinuousBatchingConfig``, of which
                 ``max_batch_tokens`` (of prompts, in one step), ``max_requests_per_batch``,
-                ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. Its other fields are about
-                memory, which this cache has already.
+                ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. Its other fields, about
+                memory, are ignored.
             record_timestamps: Record the time at which each token arrived.
             progress_bar: Show one.
             persistent_manager: Ignored: the set-up is always kept.
@@ -799,7 +799,7 @@ class PrefixCache:
         return self._store.counters["skipped_tokens"] - self._skipped_before
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Return contents and counts of host memory and lower tiers; none without ``host_cache_gb``."""
+        """Return the stats of the tiers below the GPU; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
 
     @guarded(waits=True)
@@ -808,8 +808,8 @@ class PrefixCache:
 
         ``verify_hits`` is the share of hits that is sampled. Call this when idle: a hit takes as
         long as its prefix without a cache. Entries that differ by more than
-        ``context.verification.RELATIVE_BOUNDS`` are counted, logged in ``mamba_cache.verification``,
-        and removed from the cache and its tiers.
+        ``context.verification.RELATIVE_BOUNDS`` are counted, logged in
+        ``mamba_cache.verification``, and removed from the cache and its tiers.
 
         Args:
             max_hits: Maximum number of hits. Default: all sampled hits.
@@ -925,7 +925,7 @@ class PrefixCache:
     def _begin_batch(self, variant: str | None) -> None:
         """Read the settings before requests are added to a batch.
 
-        With foreign code and no variant each call has a random key, so no other call finds its entries.
+        With foreign code and no variant each call has a random key, so its entries are not found.
 
         Raises:
             InvalidArgumentError: The model's attention, mask or experts functions are foreign.

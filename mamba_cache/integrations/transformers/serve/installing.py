@@ -81,8 +81,8 @@ def install(
             ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: no events.
         events_replay_endpoint: Endpoint at which routers request missed events.
         events_mode: Which KV blocks events are sent for.
-        settings: Other settings of ``PrefixCache``, for each loaded model, such as ``block_size_tokens``,
-            ``max_requests``, ``host_cache_gb`` and ``hash_secret``.
+        settings: Other settings of ``PrefixCache``, for each loaded model, such as
+            ``block_size_tokens``, ``max_requests``, ``host_cache_gb`` and ``hash_secret``.
 
     Raises:
         InvalidArgumentError: A setting is out of range for every model, or an endpoint cannot be
@@ -430,4 +430,4 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "response.compute_usage": _response_usage,
     "server.build_server": _build_server,
 }
-"""Substitutes by the name of the server's attribute; first arguments: served models, the original."""
+"""Substitutes by attribute of the server; they get the served models and the original first."""
