@@ -273,9 +273,7 @@ class StepBuffers:
             at["request_rows"][index] = piece.row
             at["state_rows"][index] = piece.row * self._live_rows
             arrays["block_tables"][index] = tables[piece.row]
-            host.table_stamps[
-                index
-            ] = -1  # the table grows with each chunk, so the stamp is useless
+            host.table_stamps[index] = -1  # a table that grows with each chunk needs none
             index += 1
             at["query_start_loc"][index] = end
             bounds.append(end - before)
