@@ -285,7 +285,7 @@ class BlockHashChain:
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self.digests: list[bytes] = []
-        self._tail = bytearray()
+        self._tail = b""
 
     @property
     def hashes(self) -> BlockHashes:
@@ -314,7 +314,7 @@ class BlockHashChain:
         if num_blocks is not None:
             end = check_int("num_blocks", num_blocks, minimum=0, maximum=end)
         chain.digests = self.digests[:end]
-        chain._tail = bytearray(self._tail if num_blocks is None else b"")
+        chain._tail = self._tail if num_blocks is None else b""
         return chain
 
     def append(self, tokens: Any) -> None:
@@ -330,12 +330,7 @@ class BlockHashChain:
 
     def append_checked(self, tokens: npt.NDArray[np.int32]) -> None:
         """Append what ``as_token_array`` returned, without a second look at it."""
-        data = tokens.view(np.uint8).data
-        if self._tail:
-            self._tail += data
-            if len(self._tail) < self._block_bytes:
-                return
-            data, self._tail = memoryview(self._tail), bytearray()
+        data = self._tail + tokens.tobytes()
         complete = len(data) - len(data) % self._block_bytes
         start, digests, keys = self._hasher.start, self.digests, self._keys
         parent = digests[-1] if digests else self._root
@@ -344,7 +339,7 @@ class BlockHashChain:
             state.update(parent + block + keys.get(len(digests), b"") if keys else parent + block)
             parent = state.digest()
             digests.append(parent)
-        self._tail += data[complete:]
+        self._tail = data[complete:]
 
 
 def compute_block_hashes(

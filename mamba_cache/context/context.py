@@ -492,7 +492,7 @@ class DynamicInferenceContext:
             self._give_back(lease, load)
             raise
         active.row = row
-        table.num_tokens[row], table.num_computed[row] = num_known, start
+        table.start(row, num_known, start)
         admission = Admission(
             *_FIELDS_OF_MATCH(match), request_id=active.request_id, chunk_tokens=num_tokens
         )

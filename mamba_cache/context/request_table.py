@@ -60,17 +60,19 @@ class RequestTable:
             (max_requests, config.max_blocks_per_request), dtype=np.int32
         )
         # What a row holds beside its blocks, and is 0 while it is free.
-        self._progress: Int64Array = np.zeros((7, max_requests), dtype=np.int64)
+        self._progress: Int64Array = np.zeros((8, max_requests), dtype=np.int64)
         self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt = self._progress[:4]
-        self.last_tokens, self.next_events, self.place_shifts = self._progress[4:]
+        self.last_tokens, self.next_events = self._progress[4:6]
+        self.place_shifts, self._tail_shifts = self._progress[6:]
         # Single elements are read and written several times faster through memoryviews.
         self._num_blocks_at, self._next_event_at = self.num_blocks.data, self.next_events.data
         self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         self.table_stamps: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.num_releases: Int64Array = np.zeros(max_requests, dtype=np.int64)
-        # The newest tokens by position: of the unfinished block, and those that end it.
+        # The tokens that no request has taken over yet: of the unfinished block, and those that end
+        # it. A position and the row's ``_tail_shifts`` are the place of the token there.
         self._tail_width = self.block_size_tokens + self._max_decode_tokens
-        self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
+        self._tails = np.zeros(max_requests * self._tail_width, dtype=np.int32)
         self.scheduled_chunks: dict[int, Chunk] = {}  # by row, what is computed of prompts
         self.num_scheduled_tokens = self.num_planned_checkpoints = 0  # of these chunks together
         self.decoding_rows: set[int] = set()  # rows whose requests decode
@@ -216,10 +218,15 @@ class RequestTable:
             self.block_tables[rows, num_shared] = own
         self._stamp_rows(rows)
         self.num_blocks[rows] = num_shared + bool(own)
-        self.num_tokens[rows], self.num_computed[rows] = computed + 1, computed
+        self.start(rows, computed + 1, computed)
         self.last_tokens[rows] = last_tokens
         self.saves_states[rows] = self.saves_states[row]
         return rows.tolist(), own
+
+    def start(self, rows: Any, num_tokens: int, num_computed: int) -> None:
+        """Say what the requests of a row, or of an array of rows, have that were just taken."""
+        self.num_tokens[rows], self.num_computed[rows] = num_tokens, num_computed
+        self._tail_shifts[rows] = rows * self._tail_width - num_tokens
 
     def give_back(self, row: int) -> None:
         """Take a row and its blocks back; cached blocks stay findable."""
@@ -316,12 +323,10 @@ class RequestTable:
         row = active.row
         if row < 0:
             return _NO_TOKENS
-        tail, start = self._tails[row], active.num_known
-        count, first = self.num_tokens.item(row) - start, start % self._tail_width
-        tokens: TokenArray = tail[first : first + count]
-        if len(tokens) < count:  # the rest begins the tail
-            tokens = np.concatenate((tokens, tail[: count - len(tokens)]))
+        first, num_tokens = row * self._tail_width, self.num_tokens.item(row)
+        tokens: TokenArray = self._tails[first : num_tokens + self._tail_shifts.item(row)]
         active.generated.frombytes(tokens.tobytes())
+        self._tail_shifts[row] = first - num_tokens
         return tokens
 
     def take_over(self, active: ActiveRequest) -> None:
@@ -351,9 +356,8 @@ class RequestTable:
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
         """Append one sampled token to each row; return how many it had before."""
         lengths: Int64Array = self.num_tokens[rows]
-        # By flat indices and tokens of its own dtype numpy takes a third of the time.
-        places = rows * self._tail_width + lengths % self._tail_width
-        self._tails.reshape(-1)[places] = tokens.astype(np.int32)
+        # With tokens of its own dtype numpy takes a third of the time.
+        self._tails[lengths + self._tail_shifts[rows]] = tokens.astype(np.int32)
         self.last_tokens[rows] = tokens
         self.num_tokens[rows] = lengths + 1
         return lengths
@@ -362,14 +366,11 @@ class RequestTable:
         """Append sampled tokens."""
         count, most = tokens.shape
         lengths, first = self.num_tokens[rows], np.arange(0, count * most, most)
-        # What is not taken lies beyond the end, where there is room for as many. Flat indices of
-        # 64 bits are looked up several times as fast as pairs.
-        columns = (lengths - first).repeat(most)
-        columns += np.arange(count * most)
-        columns %= self._tail_width
-        columns += (rows * self._tail_width).repeat(most)
+        # What is not taken lies beyond the end, where there is room for as many.
+        places = (lengths + self._tail_shifts[rows] - first).repeat(most)
+        places += np.arange(count * most)
         new = tokens.ravel()
-        self._tails.reshape(-1)[columns] = new
+        self._tails[places] = new
         last = new[first + (counts - 1)]
         if np.count_nonzero(counts) < count:
             last = np.where(counts > 0, last, self.last_tokens[rows])
