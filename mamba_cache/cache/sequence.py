@@ -283,6 +283,7 @@ class PrefixIndex:
         self.tiers = tiers
         self._on_counted = on_counted
         self.refuses_states = True  # whether the policy may
+        self.join(kv_blocks._guard)
 
     def match(
         self, digests: Sequence[bytes], prompt_tokens: int, min_computed_tokens: int
@@ -314,9 +315,9 @@ class PrefixIndex:
         if self._on_counted is not None:
             self._on_counted(sequence, match)
 
-    @property
-    def _guard(self) -> CallGuard:
-        return self._kv_blocks._guard
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards: it is used with the other parts."""
+        self._guard = guard
 
     @guarded(nests=True, changes=True)
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:

@@ -312,6 +312,7 @@ class CacheMemory:
         """Become a part of what ``guard`` guards."""
         self.kv_blocks.join(guard)
         self.slots.join(guard)
+        self.index.join(guard)
 
     def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         """Return what is saved of a prefix: its state, and the KV of its tokens."""

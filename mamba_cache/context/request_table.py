@@ -123,8 +123,10 @@ class RequestTable:
 
     def scheduled_requests(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
-        newest = reversed(self._requests.values())  # they are among these
         scheduled: list[ActiveRequest] = []
+        if not self.scheduled_chunks:
+            return scheduled
+        newest = reversed(self._requests.values())  # they are among these
         while len(scheduled) < len(self.scheduled_chunks):
             active = next(newest)
             if active.status is RequestStatus.SCHEDULED:
@@ -256,12 +258,15 @@ class RequestTable:
         beyond their current block.
         """
         size, rows = self.block_size_tokens, group.rows
-        events = [(place, rows.item(place), ends.item(place)) for place in due.tolist()]
-        lacking = [each for each in events if each[2] > self._num_blocks_at[each[1]] * size]
+        events = list(zip(due.tolist(), rows[due].tolist(), ends[due].tolist(), strict=True))
+        lacking = [
+            (row, (group.ids[place], end))
+            for place, row, end in events
+            if end > self._num_blocks_at[row] * size
+        ]
         if lacking:
-            wanted = [(group.ids[place], end) for place, _, end in lacking]
-            blocks = self._allocate(len(lacking), wanted)
-            for (_, row, _), block in zip(lacking, blocks, strict=True):
+            blocks = self._allocate(len(lacking), (named for _, named in lacking))
+            for (row, _), block in zip(lacking, blocks, strict=True):
                 held = self._num_blocks_at[row]
                 self.block_tables[row, held] = block
                 self._num_blocks_at[row] = held + 1
