@@ -50,7 +50,7 @@ def check_int(
     name: str, value: object, *, minimum: int | None = None, maximum: int | None = None
 ) -> int:
     """Return ``value`` as a plain int."""
-    number = _as_int(value)
+    number = value if type(value) is int else _as_int(value)
     too_low = number is not None and minimum is not None and number < minimum
     too_high = number is not None and maximum is not None and number > maximum
     if number is None or too_low or too_high:

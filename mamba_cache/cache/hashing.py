@@ -47,7 +47,7 @@ ExtraKey: TypeAlias = "str | bytes | int | None"
 
 _DIGEST_SIZES: Final = (16, 32)
 _ID_MASK: Final = 2**63 - 1
-_FEW: Final = 8  # up to so many, calls cost less than numpy's
+_FEW: Final = 16  # up to so many, calls cost less than numpy's
 _PROCESS_SECRET: Final = os.urandom(32)
 
 # BLAKE2b's personalisation: what one of them hashes never has the digest of another.
@@ -462,7 +462,8 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     # Packing takes bools for ints, so what became 0 or 1 is looked at.
     low = (array <= 1).nonzero()[0].tolist()
     if low and (
-        not all(map(_is_integer, {type(values[place]) for place in low})) or array.min() < 0
+        np.minimum.reduce(array) < 0
+        or not all(map(_is_integer, {type(values[place]) for place in low}))
     ):
         raise _bad_token(values)
     return array

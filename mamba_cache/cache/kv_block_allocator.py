@@ -246,14 +246,13 @@ class KVBlockAllocator:
         """Do what ``release_memory_blocks`` does, for a context, which holds the guard."""
         cached = self._rows.release(blocks)
         self._touch(blocks)
-        if not cached:
+        if not len(cached):
             return
-        blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
-        self._leaves.discard(self._count_cached(blocks, 1).tolist())
-        self._offer(blocks)
+        self._leaves.discard(self._count_cached(cached, 1).tolist())
+        self._offer(cached)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
-            self._deregister(cached)
+            self._deregister(cached.tolist())
 
     def _touch(self, blocks: RowIds) -> None:
         """Note that blocks are used now."""

@@ -65,7 +65,7 @@ class Rows:
         self.refs[taken] = num_references
         return taken
 
-    def push(self, ids: Sequence[int]) -> None:
+    def push(self, ids: Sequence[int] | RowIds) -> None:
         """Put rows without references and names on the stack of free ones."""
         end = self.num_free + len(ids)
         self.free[self.num_free : end] = ids
@@ -95,7 +95,7 @@ class Rows:
             add_at(self.refs, rows, 1)
         return cached
 
-    def release(self, rows: RowIds) -> list[int]:
+    def release(self, rows: RowIds) -> RowIds:
         """Give back a reference to each row; free or return those that have none left.
 
         Raises:
@@ -119,14 +119,12 @@ class Rows:
         self.refs[rows] = 0
         if any(left):
             self.refs[rows] = left
-            ids = [row for row, count in zip(ids, left, strict=True) if not count]
-            rows = as_rows(ids)
-        names = self.names[rows].tolist()
-        if NONE in names:
-            pairs = list(zip(ids, names, strict=True))
-            self.push([row for row, name in pairs if name == NONE])
-            ids = [row for row, name in pairs if name != NONE]
-        return ids
+            rows = rows[self.refs[rows] == 0]
+        is_free = self.names[rows] == NONE
+        if np.count_nonzero(is_free):
+            self.push(rows[is_free])
+            rows = rows[~is_free]
+        return rows
 
     def statements(self) -> dict[str, bool]:
         """Say for ``require_all`` whether each row is free, held or cached, and one of them."""

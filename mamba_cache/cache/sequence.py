@@ -85,8 +85,9 @@ class Request:
             given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
             keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
             object.__setattr__(self, "multimodal_keys", keys)
-        positions = check_positions(self.checkpoint_positions)
-        object.__setattr__(self, "checkpoint_positions", positions)
+        if type(self.checkpoint_positions) is not tuple or self.checkpoint_positions:
+            positions = check_positions(self.checkpoint_positions)
+            object.__setattr__(self, "checkpoint_positions", positions)
         if self.will_continue is not None or self.source is not None:
             check_hint(self.will_continue, self.source)
         if self.tells_tokens is not None:
@@ -477,6 +478,4 @@ def _check_optional_bool(name: str, value: Any) -> None:
 
 def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
     """Return token positions that a caller gives, checked."""
-    if type(positions) is tuple and not positions:
-        return ()
     return tuple(as_ids("checkpoint_positions", positions, INT64_MAX))

@@ -440,7 +440,9 @@ class DynamicInferenceContext:
 
     def _boundaries(self, given: Sequence[int], checked: Sequence[int] = ()) -> frozenset[int]:
         """Return the block boundaries at or before positions, the ``given`` ones checked here."""
-        positions, size = (*check_positions(given), *checked), self.block_size_tokens
+        positions, size = tuple(checked), self.block_size_tokens
+        if type(given) is not tuple or given:
+            positions += check_positions(given)
         return frozenset([p // size * size for p in positions]) if positions else frozenset()
 
     @guarded()
@@ -722,7 +724,7 @@ class DynamicInferenceContext:
                 # Without the padding, which a kernel would look at entry by entry.
                 if chunks and (restores := self.step_buffers.entries("restores")):
                     self._slots_to_live.copy_own(*restores)
-            self._tiering.begin_forward(metadata.num_prefill_tokens)
+            self._tiering.begin_forward(metadata.num_tokens - work.num_tokens)
         except BaseException:
             for active in (*group.requests, *prefills):
                 self._release(active)
@@ -745,13 +747,14 @@ class DynamicInferenceContext:
 
     def _begin_chunks(self, prefills: Sequence[ActiveRequest]) -> list[Chunk]:
         """Begin the loads of chunks, and return the chunks, planned again where that is needed."""
+        chunks = self.request_table.scheduled_chunks
         for active in prefills:
-            lease = active.current_chunk.lease
+            lease = chunks[active.row].lease
             if lease is not None and not self.slot_allocator.is_current(lease):
                 self._plan_again(active)
         for active in self._tiering.begin(prefills):  # cannot load
             self._plan_again(active)
-        return [active.current_chunk for active in prefills]
+        return [chunks[active.row] for active in prefills]
 
     def _plan_decodes(
         self, requests: Sequence[ActiveRequest], places: Sequence[int]
@@ -1021,7 +1024,7 @@ class DynamicInferenceContext:
     def _end_chunks(self, prefills: Sequence[ActiveRequest]) -> None:
         """Publish what computed chunks wrote, and say what their requests do next."""
         config, table = self.config, self.request_table
-        chunks = [active.current_chunk for active in prefills]
+        chunks = [table.scheduled_chunks[active.row] for active in prefills]
         for chunk in chunks:
             self._counters["computed_tokens"] += len(chunk.token_ids)
             table.num_computed[chunk.row] = chunk.end

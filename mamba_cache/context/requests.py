@@ -116,7 +116,9 @@ class RequestPreparer:
         keys, start = (type(salt), salt, type(lora_id), lora_id, request.multimodal_keys), 0
         last = self._last_read
         if last is not None and last[0] == keys:
-            start = _num_alike(tokens, last[1]) // size * size
+            # Most prompts differ in their first block, which is compared in a tenth of the time.
+            if tokens[:size].tobytes() == last[1][:size].tobytes():
+                start = _num_alike(tokens, last[1]) // size * size
             chain = last[2].copy(start // size)
         else:
             chain = BlockHashChain(

@@ -198,7 +198,7 @@ class HostRows:
         if self._awaited.get(digest) is lease:
             del self._awaited[digest]
             self._release_from_policy(row)
-        if self.rows.release(as_rows([row])):  # no other lease, and the entry can be found
+        if len(self.rows.release(as_rows([row]))):  # no other lease, and the entry can be found
             self._queue.push(row, self._used_at.item(row))
         if reason is not None:
             self._dropped[reason] += 1

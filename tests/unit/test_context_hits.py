@@ -17,11 +17,14 @@ from context_rig import (
     saved_prefix_lengths,
 )
 from slot_rig import LastUsedPolicy, Listening
+from work import calls_made
 
 from mamba_cache import DeviceTokens
 from mamba_cache.cache import EveryNthBlock, LastBlock
-from mamba_cache.context import MissReason, PrefixMatch, Request
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, MissReason, PrefixMatch, Request
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference.no_model import NoModel, count_as_computed
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
@@ -45,6 +48,31 @@ def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
         skip_tokens=0,
         miss_reason=MissReason.NO_STATE,
     )
+
+
+def test_a_hit_makes_at_most_200_calls():
+    """From the second request's admission to its end, with one token decoded; without a model."""
+    sizes = {"block_size_tokens": 16, "ssm_chunk_size": 16, "num_kv_blocks": 50, "max_slots": 9}
+    config = CacheConfig(max_requests=4, max_tokens=256, max_sequence_length=256, **sizes)
+    context = DynamicInferenceContext(config, NoModel().state_spec(torch.float32))
+
+    def begin(name):
+        add(context, name, [*range(2, 102)])
+        steps.append(context.begin_step())
+
+    def end(name):
+        context.commit_step({name: 5})
+        context.begin_step()
+        context.commit_step({name: 6})
+        context.finish(name)
+
+    for name in ("miss", "hit"):
+        steps = []
+        num_calls = calls_made(partial(begin, name))
+        count_as_computed(context, steps[0].metadata)
+        num_calls += calls_made(partial(end, name))
+    assert num_calls <= 200
+    assert context.stats().hits == 1
 
 
 def test_the_only_token_of_a_prompt_is_computed_though_it_is_a_block():
