@@ -96,14 +96,6 @@ class BlockHashes(Sequence[int]):
         """The full digest of each block."""
         return self._digests
 
-    def digest(self, index: int) -> bytes:
-        """Return the full digest of one block, in O(1).
-
-        Raises:
-            IndexError: There is no such block.
-        """
-        return self._digests[index]
-
     def __len__(self) -> int:
         return len(self._digests)
 

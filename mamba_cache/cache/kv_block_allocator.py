@@ -372,11 +372,6 @@ class KVBlockAllocator:
         """
         return self._block_of.get(check_kind("digest", digest, bytes))
 
-    def digest_of(self, block_id: int) -> bytes | None:
-        """Return the digest that a block of the pool is registered under; for its slots."""
-        digest: bytes | None = self._digests[block_id]
-        return digest
-
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable, with all that lies below them: cached ones become free.

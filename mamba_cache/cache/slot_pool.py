@@ -631,7 +631,7 @@ class SlotPool:
         if self._index is None or not self._index.listeners.wants(kind):
             return
         blocks = [self._block_at[slot] for slot in slots]
-        found = zip(blocks, map(self._index.digest_of, blocks), slots, strict=True)
+        found = zip(blocks, self._index._digests[blocks].tolist(), slots, strict=True)
         told = [each for each in found if each[1] is not None]
         if told or options:
             block_ids, digests, cached = zip(*told, strict=True) if told else ((), (), ())

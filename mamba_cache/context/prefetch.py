@@ -45,7 +45,7 @@ class PromptEntries:
 
     def key(self, kind: EntryKind, index: int) -> EntryKey:
         """Return the key of an entry; most entries need no more."""
-        return EntryKey(self.identity, self.tenant, kind, self.hashes.digest(index), self.rank)
+        return EntryKey(self.identity, self.tenant, kind, self.hashes.digests[index], self.rank)
 
     def facts(self, kind: EntryKind, index: int) -> EntryFacts:
         """Return the facts that an entry is verified against."""

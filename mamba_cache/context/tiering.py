@@ -186,10 +186,10 @@ class Tiering:
 
         Ranks agree on the result, unless the GPU already has all that can be skipped.
         """
-        first, digest = match.state_matched_blocks, hashes.digest
+        first, digests = match.state_matched_blocks, hashes.digests
 
         def place_of(kind: EntryKind, index: int) -> _Place:
-            return self.host if digest(index) in self.host[kind] else None
+            return self.host if digests[index] in self.host[kind] else None
 
         seconds = self.planners.compute_seconds(match.prompt_tokens - match.skip_tokens)
         blocks = self._best_boundary(match, place_of, {self.host: self.planners.host}, seconds)
@@ -417,7 +417,7 @@ class Tiering:
         hashes, known = sequence.hashes, self.host[EntryKind.KV]
         entries = self._entries(sequence)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
-            if block == holder and hashes.digest(index) not in known:
+            if block == holder and hashes.digests[index] not in known:
                 self.offer_entry(block, entries.facts(EntryKind.KV, index))
 
     def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
@@ -437,7 +437,7 @@ class Tiering:
             is_worth
             and not (
                 each.hash_ids is None
-                and hashes.digest(each.num_blocks - 1) in self.host[EntryKind.STATE]
+                and hashes.digests[each.num_blocks - 1] in self.host[EntryKind.STATE]
             )
             for is_worth, each in zip(worth, proposals, strict=True)
         ]
@@ -447,7 +447,7 @@ class Tiering:
     ) -> None:
         """Offer a published state of a sequence for spilling."""
         index = position // self._block_size - 1
-        digest = sequence.hashes.digest(index)
+        digest = sequence.chain.digests[index]
         if self._takes_offers and digest not in self.host[EntryKind.STATE]:
             if proposal is not None:
                 proposal = proposal._replace(
@@ -766,7 +766,7 @@ class Tiering:
             if prefetch.has_failed if is_alone else prefetch.is_done:
                 continue
             blocks = prefetch.skip_tokens // self._block_size
-            if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == asked.boundary:
+            if 0 < blocks <= len(hashes) and hashes.digests[blocks - 1] == asked.boundary:
                 reached = max(reached, prefetch.skip_tokens)
         return reached
 
@@ -840,7 +840,7 @@ class Tiering:
             lease.rows.release(lease)
         if is_alone and len(places) == 1:
             asked.planner = self.planners.store if self.store in places else self.planners.disk
-        asked.boundary = asked.entries.hashes.digest(blocks - 1)
+        asked.boundary = asked.entries.hashes.digests[blocks - 1]
         return True
 
     def _plan(self, asked: Asked) -> tuple[int, list[tuple[EntryFacts, _Place]]]:

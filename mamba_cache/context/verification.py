@@ -192,7 +192,7 @@ class HitVerifier:
         for each in differences:
             kind = EntryKind.STATE if each.block is None else EntryKind.KV
             index = len(blocks) - 1 if each.block is None else each.block
-            digest = hit.hashes.digest(index)
+            digest = hit.hashes.digests[index]
             self._differences[kind.name.lower()] += 1
             _log.error(
                 "a verified hit differs and is removed: request=%r kind=%s digest=%s tensor=%s "

@@ -36,7 +36,7 @@ def assert_saved_states(context, model, prompt):
     hashes = prepared(context, prompt).hashes
     saved = saved_prefix_lengths(context, prompt)
     for length in saved:
-        block = context.kv_block_allocator.find_block(hashes.digest(length - 1))
+        block = context.kv_block_allocator.find_block(hashes.digests[length - 1])
         for name, tensor in slots.states.tensors.items():
             wanted = history[length * BLOCK - 1][name]
             assert torch.equal(tensor[:, slots.get_slot(block)], wanted), (name, length)
@@ -203,7 +203,7 @@ def test_int8_is_for_the_tensors_that_are_named():
     add(context, "again", PROMPT)
     row = context.begin_step().requests[0].row
     for length in range(1, 5):
-        block = context.kv_block_allocator.find_block(hashes.digest(length - 1))
+        block = context.kv_block_allocator.find_block(hashes.digests[length - 1])
         for name, state in history[length * BLOCK - 1].items():
             stored = slots.states[name][:, slots.get_slot(block)]
             if name not in names:

@@ -38,7 +38,7 @@ def assert_true(cache, known):
             chain = BlockHashChain(BLOCK, hasher=store.hasher, lora_id=key)
             chain.append(prefix(wire))
             hashes = chain.hashes
-            block = store.kv_blocks.find_block(hashes.digest(len(hashes) - 1))
+            block = store.kv_blocks.find_block(hashes.digests[len(hashes) - 1])
             assert block is not None
             assert not group or store.slots.has_state(block)
     whole = {*np.flatnonzero(store.kv_blocks.block_hashes >= 0).tolist()}

@@ -226,7 +226,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             canonical = self.pool.register_kv_block_hashes(
                 blocks,
                 hashes[start:],
-                parent_digest=hashes.digest(start - 1) if start else None,
+                parent_digest=hashes.digests[start - 1] if start else None,
                 tokens=prefix[start:],
             )
             assert canonical == expected

@@ -613,7 +613,7 @@ class ContextMachine(RuleBasedStateMachine):
             probe = seen.request("probe", list(seen.tokens[: self.longest]))
             hashes = self.context.prepare(probe).hashes
             for index in range(len(hashes)):
-                block = kv_blocks.find_block(hashes.digest(index))
+                block = kv_blocks.find_block(hashes.digests[index])
                 if block is not None and slots.has_state(block):
                     known[slots.get_slot(block)] = seen.prefix((index + 1) * BLOCK)
         for slot, key in known.items():

@@ -124,7 +124,7 @@ class Books:
         registered = kv_blocks.register_kv_block_hashes(
             held[first:whole],
             hashes[first:],
-            parent_digest=hashes.digest(first - 1) if first else None,
+            parent_digest=hashes.digests[first - 1] if first else None,
             tokens=array[first * BLOCK : whole * BLOCK] if told else None,
         )
         finders = [*held[:first], *registered]

@@ -227,7 +227,7 @@ TARGETS = {
             "block_ids": [4, 5], "block_hashes": HASHES, "parent_digest": b"5",
         },
         match_prefix={"hashes": prefix(1, 2)},
-        find_block={"digest": prefix(1).digest(0)},
+        find_block={"digest": prefix(1).digests[0]},
         deregister_blocks={"block_ids": [0]},
     ),
     "kv_blocks": plain(

@@ -139,7 +139,7 @@ def test_a_multimodal_key_cannot_be_spelled_in_tokens():
         [1, 2, *np.frombuffer(key, dtype="<i4").tolist()], size, hasher=hasher
     )
     assert (len(keyed), len(spelled)) == (1, 1)
-    assert keyed.digest(0) != spelled.digest(0)
+    assert keyed.digests[0] != spelled.digests[0]
 
 
 def test_the_default_secret_is_the_process_s_own(tokens):

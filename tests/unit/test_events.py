@@ -171,7 +171,7 @@ def test_a_listener_that_raises_costs_no_slot(slots):
 
 def test_states_of_one_call_are_one_event(slots):
     given = [slots.get_slot(block) for block in slots.cached]
-    digests = tuple(prefix(token).digest(0) for token in range(1, 5))
+    digests = tuple(prefix(token).digests[0] for token in range(1, 5))
     slots._invalidate_blocks_batch(slots.cached)
     assert told(slots) == [Removed("state", (*slots.cached,), digests, slots=(*given,))]
     save(slots, 6)  # not registered

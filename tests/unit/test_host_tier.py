@@ -267,7 +267,7 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
 
 
 def _row(context, kind, blocks):
-    digest = context.prepare(_request()).hashes.digest(blocks - 1)
+    digest = context.prepare(_request()).hashes.digests[blocks - 1]
     return context.host_tier[kind]._row_of.get(digest)
 
 

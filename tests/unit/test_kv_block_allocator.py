@@ -178,7 +178,7 @@ def test_prefixes_that_share_an_id_are_told_apart(pool):
     assert pool.register_kv_block_hashes([one], mine) == pool.match_prefix(mine) == [one]
     assert pool.match_prefix(foreign) == []
     assert pool.register_kv_block_hashes([other], foreign) == pool.match_prefix(foreign) == [other]
-    assert (pool.find_block(mine.digest(0)), pool.find_block(foreign.digest(0))) == (one, other)
+    assert (pool.find_block(mine.digests[0]), pool.find_block(foreign.digests[0])) == (one, other)
     assert pool.find_block(b"unknown") is None
     for call, given in ((pool.match_prefix, list(mine)), (pool.find_block, mine[0])):
         with pytest.raises(InvalidArgumentError, match="got "):

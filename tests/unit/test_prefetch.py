@@ -197,7 +197,7 @@ def test_a_tier_that_takes_nothing_costs_rows_nothing(context, tier) -> None:
 
 def test_the_next_best_boundary_is_brought_where_a_block_is_missing(context, tier) -> None:
     hashes = context.prepare(Request(request_id="x", prompt_tokens=PROMPT)).hashes
-    last = hashes.digest(6)
+    last = hashes.digests[6]
     tier.stored = {
         key: value
         for key, value in tier.stored.items()

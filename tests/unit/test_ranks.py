@@ -71,7 +71,7 @@ def go_on(ranks, prompt, count, request_id):
 
 
 def digest_of(ranks, index):
-    return ranks.parts[0].prepare(request()).hashes.digest(index)
+    return ranks.parts[0].prepare(request()).hashes.digests[index]
 
 
 def row_of(context, kind, digest):

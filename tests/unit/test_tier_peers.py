@@ -47,7 +47,7 @@ def found_below(context, prompt):
     hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).hashes
     host = context.host_tier
     return [
-        [index + 1 for index in range(len(hashes)) if hashes.digest(index) in host[kind]]
+        [index + 1 for index in range(len(hashes)) if hashes.digests[index] in host[kind]]
         for kind in (STATE, KV)
     ]
 

@@ -76,7 +76,7 @@ def test_a_corrupted_state_is_found_logged_and_removed(caplog):
     assert context.verification_stats().differences == {"state": 1, "kv": 0}
     line = caplog.messages[0]
     assert "request='hit' kind=state" in line
-    assert hit.hashes.digest(2).hex() in line
+    assert hit.hashes.digests[2].hex() in line
     assert "tensor=ssm layer=1 relative=" in line
     # The state alone is gone; the blocks are right.
     assert blocks_of(context, hit) == blocks
@@ -107,13 +107,13 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
     slot = context.slot_allocator.get_slot(blocks[-1])
     context.slot_allocator.states["ssm"][0, slot] += 1
     context.kv_cache[0, 0, blocks[0]] += 1
-    assert hit.hashes.digest(2) in host[EntryKind.STATE]
+    assert hit.hashes.digests[2] in host[EntryKind.STATE]
     assert len(verify(context, hit)) == 2
-    assert hit.hashes.digest(2) not in host[EntryKind.STATE]
-    assert hit.hashes.digest(0) not in host[EntryKind.KV]
-    assert hit.hashes.digest(1) in host[EntryKind.KV]
+    assert hit.hashes.digests[2] not in host[EntryKind.STATE]
+    assert hit.hashes.digests[0] not in host[EntryKind.KV]
+    assert hit.hashes.digests[1] in host[EntryKind.KV]
     context.check_invariants()
-    assert not host[EntryKind.KV].remove(hit.hashes.digest(0))
+    assert not host[EntryKind.KV].remove(hit.hashes.digests[0])
 
 
 @pytest.mark.parametrize("below", ["disk", "store"])
@@ -145,13 +145,13 @@ def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, monkeypatch, b
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
     assert len(verify(context, hit)) == 1
     context.wait_for_tiers()
-    for digest in (hit.hashes.digest(1), b"\0" * 16):  # it is gone, or never was
+    for digest in (hit.hashes.digests[1], b"\0" * 16):  # it is gone, or never was
         tiering.remove(EntryKind.KV, None, digest)
     context.wait_for_tiers()
     assert found() == [True, False]
     tier.check_invariants()
     context.close()
-    tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
+    tiering.remove(EntryKind.KV, None, hit.hashes.digests[0])  # nothing is written any more
 
 
 def test_hits_whose_entries_are_gone_are_passed_over():

@@ -319,7 +319,7 @@ class SequenceRecord:
         last = min(last, sequence.num_published)
         if last * self._size != memory.num_tokens or memory.num_tokens not in self.positions:
             return
-        block = self._store.kv_blocks.find_block(sequence.hashes.digest(last - 1))
+        block = self._store.kv_blocks.find_block(sequence.chain.digests[last - 1])
         if block is None:
             return
         [checkpoint] = index.reserve([(sequence, [memory.num_tokens], [block])])
