@@ -1,8 +1,8 @@
 """Tiers below the GPU: entries that outlive a slot or a KV block, and how they are verified.
 
-An entry is one KV block or one state. What is restored from a tier was compared with what the
-request derived, field by field, and by digest in host memory or by a MAC elsewhere. What does not
-match is a counted miss.
+An entry is one KV block or one state. Before an entry is restored, each field of its header is
+compared with the request's facts, and its payload is verified: in host memory by a digest,
+elsewhere by a MAC. A mismatch is a counted miss.
 """
 
 from mamba_cache.tiers.entry import Refusal

@@ -1,9 +1,8 @@
-"""Copies between a GPU and pinned host memory, by its copy engines, on streams of their own.
+"""Copies between a GPU and pinned host memory, by the GPU's copy engines, on separate streams.
 
-Copies run beside a model's forward. So copy engines move entries between where they lie and their
-rows, one copy a tensor, and only checksums take multiprocessors, piece by piece: what is spilled is
-measured while it crosses the link, what is loaded is compared where it has come, while the next
-piece crosses.
+Copies run beside a model's forward. So copy engines move the entries, with one copy for each
+tensor, and only checksums use multiprocessors. They are computed piece by piece: in a spill while
+the piece crosses the link, in a load after the piece has arrived, while the next one crosses.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout
 __all__ = ["PIECE_BYTES", "CudaTicket", "CudaTransfers", "cuda_rectangles", "pinner_for"]
 
 PIECE_BYTES = 2**25
-"""At most so much is measured at once, but for lines that are longer: 0.6 ms of a PCIe 5 link, and
-20 us of a forward beside it, which would lose more to a few programs that run all the time. Each
-piece costs the link some 4 us."""
+"""Maximum size of a piece, unless a single line is longer: 0.6 ms of a PCIe 5 link, and 20 us of a
+forward beside it. Kernels that run all the time would slow the forward more. Each piece costs the
+link about 4 us."""
 
 _SMALLEST = 8
-"""The last pieces have so-many-th of the bytes of the first ones."""
+"""The smallest pieces have 1/n of the bytes of the largest."""
 
-_PORTABLE, _MAPPED = 1, 2  # kernels write checksums to the rows, and read them there
+_PORTABLE, _MAPPED = 1, 2  # mapped, because kernels read and write the checksums in rows
 
 
 def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu run it
-    """Return what pins memory for copies from and to a GPU."""
+    """Return a pinner of host memory for copies from and to a GPU."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def pin(address: int, num_bytes: int) -> None:
@@ -52,15 +51,15 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
 
 
 _MAX_PITCH: Final = 2**31 - 1
-"""Bytes from line to line that the driver copies in one call."""
+"""Maximum bytes from line to line in one call of the driver."""
 
 _HOST: Final = 1  # CU_MEMORYTYPE_HOST
 _DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
 
 
 _Rectangles: TypeAlias = Callable[[int, int, int, int, int, int, Any], None]
-"""Enqueues a copy of lines of bytes in one direction: address and pitch on the host, both on the
-device, bytes of a line, lines, and the stream, whose device is the current one. A pitch is above
+"""Enqueues a copy of lines in one direction. Arguments: host address and pitch, device address and
+pitch, bytes of a line, number of lines, and a stream of the current device. A pitch is above
 ``_MAX_PITCH`` only if there is one line."""
 
 
@@ -89,10 +88,10 @@ class _Memcpy2D(ctypes.Structure):
 
 @cache
 def cuda_rectangles(*, to_device: bool) -> _Rectangles:  # pragma: no cover - tests/gpu run it
-    """Return what enqueues copies in one direction, by the CUDA driver.
+    """Return a function that enqueues copies in one direction, by the CUDA driver.
 
-    PyTorch copies memory with gaps through a kernel and memory of its own. The calls return at once
-    and keep Python's lock: given up each time, another thread might keep it for milliseconds.
+    PyTorch would copy memory with gaps by a kernel and a temporary buffer. The driver's calls
+    return at once and keep the GIL: after a release another thread could hold it for milliseconds.
     """
     driver = ctypes.PyDLL("libcuda.so.1")
     address = ctypes.c_uint64
@@ -133,17 +132,17 @@ def cuda_rectangles(*, to_device: bool) -> _Rectangles:  # pragma: no cover - te
 
 
 class _Tensor(NamedTuple):
-    """A tensor's part of an entry, or as much of it as one copy moves: one line a layer."""
+    """A tensor's part of an entry, or the share of it that one copy moves: one line a layer."""
 
-    offset: int  # in a row of host memory, where lines lie behind each other
+    offset: int  # in a row of host memory, where lines follow each other
     address: int  # of place 0 on the GPU
-    step: int  # from place to place there
-    pitch: int  # from line to line there
+    step: int  # bytes from place to place on the GPU
+    pitch: int  # bytes from line to line on the GPU
     num_bytes: int  # of a line
     lines: range
 
     def cut(self, lines: slice) -> Iterator[_Tensor]:
-        """Cut those of some of the entry's lines that are its into as few copies as may be."""
+        """Cut the tensor's share of the entry's ``lines`` into as few copies as possible."""
         first, stop = max(lines.start, self.lines.start), min(lines.stop, self.lines.stop)
         together = max(1, stop - first) if self.pitch <= _MAX_PITCH else 1
         for line in range(first, stop, together):
@@ -156,13 +155,13 @@ class _Tensor(NamedTuple):
 
 
 class _Entries:
-    """The entries of one kind: where they lie on both sides, and what measures them."""
+    """The entries of one kind: their layout on both sides, and their checksum kernels."""
 
     def __init__(self, layout: RowLayout, memory: RowMemory, **programs: Any) -> None:
         self.memory, self.sums_start = memory, layout.checksums.start
         self.checksums = EntryChecksums(layout.tensors, layout.checksums.start, **programs)
         self._tensors: list[_Tensor] = []
-        # What stands before each line, and at the end of all.
+        # Bytes and checksum chunks before each line, and of all lines.
         self._bytes, self._chunks = [0], [0]
         for tensor, part in zip(layout.tensors, layout.parts, strict=True):
             if part.start == part.stop:
@@ -195,17 +194,17 @@ class _Entries:
                 copy(start + offset, num_bytes, on_device, pitch, num_bytes, len(its_lines), stream)
 
     def lines_within(self, first: int, num_bytes: int) -> slice:
-        """Return the lines from the first one on that have at most so many bytes; at least one."""
+        """Return the lines from ``first`` on that fit in ``num_bytes``; at least one line."""
         end = bisect_right(self._bytes, self._bytes[first] + num_bytes) - 1
         return slice(first, max(end, first + 1))
 
     def bytes_of(self, lines: slice) -> int:
-        """Return the bytes of some lines of one entry."""
+        """Return the number of bytes of some lines of one entry."""
         num_bytes: int = self._bytes[lines.stop] - self._bytes[lines.start]
         return num_bytes
 
     def chunks_of(self, lines: slice) -> slice:
-        """Return which checksums are of some lines."""
+        """Return the checksums of some lines."""
         return slice(self._chunks[lines.start], self._chunks[lines.stop])
 
     def _rectangles(self, lines: slice) -> Iterator[_Tensor]:
@@ -214,7 +213,7 @@ class _Entries:
 
 
 class CudaTicket:
-    """Copies that end with an event."""
+    """Enqueued copies, whose end an event marks."""
 
     def __init__(
         self,
@@ -229,16 +228,16 @@ class CudaTicket:
         self._verdicts, self._order = verdicts, order
 
     def is_done(self) -> bool:
-        """Say whether they are over; waits for nothing."""
+        """Return whether the copies are done, without waiting."""
         done: bool = self._ended.query()
         return done
 
     def wait(self) -> None:
-        """Wait until they are over."""
+        """Wait until the copies are done."""
         self._ended.synchronize()
 
     def damaged(self) -> list[int]:
-        """Once they are over: which brought other bytes than were written."""
+        """Return the indices of the jobs that were damaged, once the copies are done."""
         if self._verdicts is None:
             return []
         verdicts = self._verdicts.tolist()
@@ -246,13 +245,13 @@ class CudaTicket:
         return sorted(index for index, is_damaged in pairs if is_damaged)
 
     def seconds(self) -> float:
-        """Once they are over: how long they took to cross the link."""
+        """Return the copies' time on the link, once they are done."""
         begun, ended = self._crossing
         return float(begun.elapsed_time(ended)) / 1e3
 
 
 class _Piece(NamedTuple):
-    """Jobs of one kind, or what is measured at once: whole entries, or a part of one."""
+    """Jobs of one kind; or a share of them with one checksum launch: whole entries, or lines."""
 
     entries: _Entries
     which: slice
@@ -262,19 +261,19 @@ class _Piece(NamedTuple):
 
 
 def _pieces(groups: Sequence[_Piece], piece_bytes: int) -> Iterator[_Piece]:
-    """Cut copies into pieces, smaller ones at the end: behind a load its last one is compared."""
+    """Cut copies into pieces, smaller ones at the end: a load ends with a piece's comparison."""
     smallest = piece_bytes // _SMALLEST
     left = sum(len(order) * entries.num_bytes for entries, _, order, *_ in groups)
     for entries, which, order, *_ in groups:
         index = line = 0
         while index < len(order):
-            most = max(smallest, min(piece_bytes, left // 2))
+            max_bytes = max(smallest, min(piece_bytes, left // 2))
             count, lines = 1, None
-            if not line and entries.num_bytes <= most:
-                count = min(most // max(entries.num_bytes, 1), len(order) - index)
+            if not line and entries.num_bytes <= max_bytes:
+                count = min(max_bytes // max(entries.num_bytes, 1), len(order) - index)
                 chunks, size = slice(0, entries.checksums.num_sums), count * entries.num_bytes
             else:
-                lines = entries.lines_within(line, most)
+                lines = entries.lines_within(line, max_bytes)
                 chunks, size = entries.chunks_of(lines), entries.bytes_of(lines)
             start, left = which.start + index, left - size
             yield _Piece(
@@ -316,7 +315,7 @@ def _rows(groups: Sequence[_Piece], jobs: Sequence[CopyJob]) -> list[tuple[int, 
 def _expected(
     groups: Sequence[_Piece], jobs: Sequence[CopyJob], sums: Sequence[torch.Tensor]
 ) -> list[tuple[int, int]]:
-    """Return the place of each entry, and what is as far before its checksums as its row was."""
+    """Return each entry's place, and the address of a row whose checksums would be in ``sums``."""
     return [
         (jobs[index].place, of_group.data_ptr() + number * of_group[0].nbytes - entries.sums_start)
         for (entries, _, order, *_), of_group in zip(groups, sums, strict=True)
@@ -338,7 +337,7 @@ class CudaTransfers:
         **programs: Any,
     ) -> None:
         self._device, self._piece_bytes = device, piece_bytes
-        # States first: their lines are long, and what is compared last should be little.
+        # States first: their lines are long, and the last comparison should be short.
         self._entries = {
             kind: _Entries(layouts[kind], rows, **programs)
             for kind, rows in sorted(memory.items(), key=lambda each: each[0] is EntryKind.KV)
@@ -349,10 +348,10 @@ class CudaTransfers:
         self._now, self._summed = _event(), _event()
 
     def spill(self, jobs: Sequence[CopyJob]) -> CudaTicket:
-        """Copy entries to their rows, and their checksums with them.
+        """Copy entries to their rows, with their checksums.
 
-        It reads what is enqueued on the current stream by now, and the stream does not wait for it.
-        Whoever calls it must know, when it is over, whether the entries were still there.
+        The copies follow the work on the current stream, which does not wait for the copies. When
+        they are done, the caller must check that the entries were in their places all the time.
         """
         way, begun = self._spilling, _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
@@ -360,16 +359,16 @@ class CudaTransfers:
         begun.record(way.copies)
         groups = self._by_kind(jobs)
         pieces: list[_Piece] = []
-        # Cut while the copies before are under way: the link does not wait for the host.
+        # Cut each piece while earlier ones are copied: the link does not wait for the host.
         for piece in _pieces(groups, self._piece_bytes):
             way.mark(len(pieces))
             way.copy(piece, jobs)
             pieces.append(piece)
-        # The link is busy from here on; what else there is to enqueue takes less.
+        # The link is busy from here on, for longer than it takes to enqueue the kernels.
         with torch.cuda.stream(way.launches):
             table = self._send(_rows(groups, jobs))
             for (entries, which, _, _, chunks), begins in zip(pieces, way.events, strict=False):
-                # Beside its own copies: all at once would stop the forward for a while.
+                # Each kernel waits for its piece: all at once would stall the forward.
                 way.launches.wait_event(begins)
                 entries.checksums.measure(table, which, chunks)
         self._summed.record(way.launches)
@@ -381,13 +380,12 @@ class CudaTransfers:
     def load(self, jobs: Sequence[CopyJob]) -> CudaTicket:
         """Copy entries from their rows, and compare them with their checksums.
 
-        It follows what is enqueued on the current stream by now, and what the stream is given from
-        then on follows the copies, but not the comparison: until that is over nobody may write
-        where they went, nor find it.
+        The copies follow the work on the current stream. Its later work follows the copies, but not
+        the comparison: until that is done, the places must not be written or published.
         """
         way, begun = self._loading, _event(timed=True)
         current = torch.cuda.current_stream(self._device)
-        # What is overwritten may still be in use.
+        # Earlier work may still use the places that are overwritten.
         self._now.record(current)
         way.copies.wait_event(self._now)
         begun.record(way.copies)
@@ -401,8 +399,8 @@ class CudaTransfers:
                 if table is None:
                     with torch.cuda.stream(way.launches):
                         expected = [self._new_sums(group) for group in groups]
-                    # Among the copies: behind them all it would wait for them, and before them
-                    # the link would wait for it.
+                    # After the first copies: before them the link would wait for the table, and
+                    # after all copies the table would wait for the link.
                     with torch.cuda.stream(way.copies):
                         rows = _rows(groups, jobs)
                         table = self._send(rows + _expected(groups, jobs, expected))
@@ -412,7 +410,7 @@ class CudaTransfers:
         finally:
             received = _event(timed=True)
             received.record(way.copies)
-            current.wait_event(received)  # whatever came of it, it is over by then
+            current.wait_event(received)  # after an error as well: some copies are enqueued
         with torch.cuda.stream(way.launches):
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
             for (entries, which, _, _, chunks), arrived in zip(pieces, way.events, strict=False):
@@ -429,23 +427,23 @@ class CudaTransfers:
         return CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
-        """Wait until all copies are over."""
+        """Wait until all copies are done."""
         for way in (self._spilling, self._loading):
             way.copies.synchronize()
             way.launches.synchronize()
 
     def mark(self) -> Mark:
-        """Mark the present moment in the order of what is enqueued on the current stream."""
+        """Mark the present point of the current stream."""
         event = _event(timed=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
-        """Return the time between two moments; None if the second one is still to come."""
+        """Return the time between two marks; None if the stream has not reached the second."""
         return float(begun.elapsed_time(ended)) / 1e3 if ended.query() else None
 
     def _by_kind(self, jobs: Sequence[CopyJob]) -> list[_Piece]:
-        """Put jobs of a kind together."""
+        """Group jobs by kind."""
         groups: list[_Piece] = []
         first = 0
         for kind, entries in self._entries.items():
@@ -470,14 +468,14 @@ class CudaTransfers:
 
 
 def _keep_for(tensor: torch.Tensor, stream: Any) -> None:  # pragma: no cover - tests/gpu run it
-    """Have the memory of a tensor given to nobody else before a stream's present work is over."""
+    """Keep a tensor's memory from reuse until the present work of a stream is done."""
     tensor.record_stream(stream)
 
 
 def _pinned(  # pragma: no cover - tests/gpu run it
     shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return memory of the host, which nobody else is given before copies of it are over."""
+    """Return pinned host memory, which is not reused before its copies are done."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
 
 

@@ -3,13 +3,13 @@
 ::
 
     PATH/secret                                                the key of hashes and MACs
-        /mc1-<first 32 digits of the identity>/identity.json   whose folder it is, canonical
+        /mc1-<first 32 digits of the identity>/identity.json   the folder's identity, canonical
                                               /lock            held by the process that uses it
                                               /<key>           one entry: tenant-kind-digest-rank
 
-Folders have mode 0700 and files 0600, and all belong to this user. What differs is refused, and so
-is a link. ``identity.json`` is the marker of a folder: without it, or where it does not fit the
-folder's name, nothing in the folder is read, changed or deleted.
+Folders have mode 0700 and files 0600, and all belong to this user. Others are refused, and so are
+links. ``identity.json`` is the marker of a folder: if it is missing or does not fit the folder's
+name, nothing in the folder is read, changed or deleted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 NEW: Final = ".new"
-"""Ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 _IDENTITY_FILE: Final = "identity.json"
 _LOCK_FILE: Final = "lock"
@@ -61,12 +61,12 @@ class CacheFolder:
     """The folder of one identity."""
 
     path: Path
-    num_bytes: int  # that its files take on the disk
+    num_bytes: int  # of all files, on the disk
     used_at: float  # when it was last opened, in seconds since 1970
 
 
 class FolderLock:
-    """Holds a folder for this process, and open, until ``release`` or the process's end."""
+    """Locks a folder for this process and keeps it open, until ``release`` or the process ends."""
 
     def __init__(self, folder: Path, folder_fd: int) -> None:
         self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, folder_fd)
@@ -91,9 +91,9 @@ class FolderLock:
         self._closes = finalize(self, _close, self._fd, self.folder_fd)
 
     def release(self) -> None:
-        """Let others have it, if they could not."""
+        """Unlock the folder for other processes."""
         if self._closes.alive and os.getpid() == self._pid:
-            # Processes that were forked since have the file open, too, and would keep it locked.
+            # Closing is not enough: a forked process has the file open, too, and keeps the lock.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._closes()
 
@@ -104,15 +104,15 @@ def _close(*fds: int) -> None:
 
 
 def folder_of(path: Path, identity: CacheIdentity) -> Path:
-    """Return where the entries of an identity are, below the path of a disk cache."""
+    """Return the folder of an identity, below the path of a disk cache."""
     return path / f"{_PREFIX}{identity.digest.hex()[:32]}"
 
 
 def cache_secret(path: str | os.PathLike[str]) -> bytes:
-    """Return the secret of a disk cache, and draw it if there is none.
+    """Return the secret of a disk cache; draw it if there is none.
 
-    It lies in the file ``secret`` below the path, with mode 0600. All processes with this path get
-    the same one.
+    The file ``secret`` below the path holds the secret, with mode 0600. All processes with this
+    path get the same secret.
     """
     root = Path(path).expanduser()
     with _own_folder(root, make=True) as folder:
@@ -121,7 +121,7 @@ def cache_secret(path: str | os.PathLike[str]) -> bytes:
         new = f"{_SECRET_FILE}.{secrets.token_hex(8)}"
         try:
             _write_new(folder, root, new, secrets.token_bytes(_SECRET_BYTES))
-            # A link appears at once and whole, and only if there is none: the first process wins.
+            # A link appears whole and replaces nothing: the first process wins.
             with suppress(FileExistsError):
                 os.link(new, _SECRET_FILE, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
@@ -141,7 +141,7 @@ def _read_secret(folder: int, root: Path) -> bytes:
 
 
 def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
-    """Make the folder of an identity if there is none, and hold it."""
+    """Make the folder of an identity if there is none, and lock it."""
     name = folder_of(path, identity).name
     with _own_folder(path, make=True) as root:
         try:
@@ -165,12 +165,12 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
 
 
 def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
-    """Check that a folder is that of an identity, or has nothing in it yet."""
+    """Check that a folder belongs to an identity, or is still empty."""
     try:
         is_ours = _read(fd, folder, _IDENTITY_FILE) == identity.canonical
-    except FileNotFoundError:  # new, or the process that made it has ended before the marker
+    except FileNotFoundError:  # a new folder, or its process ended before it wrote the marker
         names = set(os.listdir(fd))
-        if _IDENTITY_FILE in names:  # another process has written it meanwhile
+        if _IDENTITY_FILE in names:  # another process has written the marker meanwhile
             return _check_marker(fd, folder, identity)
         is_ours = not names - {_LOCK_FILE, _IDENTITY_FILE + NEW}
     if not is_ours:
@@ -181,12 +181,12 @@ def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
 
 
 def entry_name(key: EntryKey | str) -> str:
-    """Return the name of an entry's file in the folder of its identity; ``key`` may be spelled."""
+    """Return the file name of an entry; ``key`` may be the key's text."""
     return "-".join(str(key).split("/")[2:])
 
 
 def named_entry(identity: CacheIdentity, name: str) -> EntryKey | None:
-    """Return the entry whose file has a name; None if the name is no entry's."""
+    """Return the key of the entry with a file name; None if no entry has such a name."""
     if (found := _ENTRY.fullmatch(name)) is None:
         return None
     tenant, kind, digest, rank = found.groups()
@@ -197,20 +197,20 @@ def named_entry(identity: CacheIdentity, name: str) -> EntryKey | None:
 def folders(path: Path) -> list[CacheFolder]:
     """List the folders below a disk cache's path, the least recently opened first.
 
-    Only folders of this user with the marker of a disk cache count; all else is passed over.
+    The list has only folders of this user with the marker of a disk cache.
     """
     with _own_folder(path) as root:
         names = os.listdir(root)
     found = []
     for name in names:
         if name.startswith(_PREFIX):
-            with suppress(OSError, InvalidArgumentError):  # gone since, or not ours
+            with suppress(OSError, InvalidArgumentError):  # deleted meanwhile, or not listed
                 found.append(_look_at(path / name))
     return sorted(found, key=lambda folder: (folder.used_at, folder.path))
 
 
 def remove_folder(folder: CacheFolder) -> None:
-    """Delete a folder that nobody uses. Files that are not of the cache stay, and it with them."""
+    """Delete an unused folder; files that are not the cache's are kept, and so is their folder."""
     with _own_folder(folder.path) as fd:
         identity = _read_marker(fd, folder.path)
         lock = FolderLock(folder.path, fd)
@@ -220,7 +220,7 @@ def remove_folder(folder: CacheFolder) -> None:
                 for name in os.listdir(fd)
                 if named_entry(identity, name.removesuffix(NEW)) is not None
             ]
-            # The marker goes after the files that it vouches for.
+            # The marker is deleted last: without it no process may delete the other files.
             _delete(fd, [*entries, _IDENTITY_FILE + NEW, _IDENTITY_FILE, _LOCK_FILE])
         finally:
             lock.release()
@@ -232,7 +232,7 @@ def remove_folder(folder: CacheFolder) -> None:
 
 
 def _delete(folder: int, names: list[str]) -> None:
-    """Delete those files of a folder that are there."""
+    """Delete files of a folder; a missing file is no error."""
     for name in names:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
@@ -240,13 +240,13 @@ def _delete(folder: int, names: list[str]) -> None:
 
 @contextmanager
 def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a folder that is this user's alone, and give its descriptor."""
+    """Open a folder that only this user can access; yield its descriptor."""
     if make:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-        except FileNotFoundError as error:  # what /proc says of all that is made there
+        except FileNotFoundError as error:  # /proc refuses every new folder like this
             raise InvalidArgumentError(
                 f"disk_cache_path: {path} cannot be made: give a folder that this process may write"
             ) from error
@@ -264,8 +264,8 @@ def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def open_own_file(path: Path, flags: int, folder: int) -> int:
-    """Open a file that is this user's alone, in a folder that is and is open."""
-    # Without O_NONBLOCK a pipe in the place of the file would stop this process.
+    """Open a file that only this user can access, in a folder that ``_own_folder`` has opened."""
+    # Without O_NONBLOCK, opening a pipe in place of the file would block this process.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path.name, flags, 0o600, dir_fd=folder)
@@ -282,7 +282,7 @@ def open_own_file(path: Path, flags: int, folder: int) -> int:
 
 
 def _refusal(error: OSError, path: Path, kind: str) -> Exception:
-    """Return what to raise where a file or folder could not be opened."""
+    """Return the exception to raise for a file or folder that could not be opened."""
     if path.is_symlink():
         return InvalidArgumentError(
             f"disk_cache_path: {path} is a link, and links are not followed: remove it, or give "
@@ -299,7 +299,7 @@ def _refusal(error: OSError, path: Path, kind: str) -> Exception:
 
 
 def _check_owner(fd: int, path: Path, *, mode: str) -> None:
-    """Check that what is open is this user's, and that nobody else may use it."""
+    """Check that an open file or folder belongs to this user, and no other user has access."""
     found = os.fstat(fd)
     user = os.geteuid()
     if found.st_uid != user:
@@ -321,7 +321,7 @@ def _read(folder: int, path: Path, name: str) -> bytes:
 
 
 def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
-    """Write a small file that is not there, and have it on the disk."""
+    """Write a small new file, and flush it to the disk."""
     fd = open_own_file(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
     with open(fd, "wb") as file:
         file.write(content)
@@ -330,11 +330,11 @@ def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
 
 
 def _put_marker(folder: int, path: Path, identity: CacheIdentity) -> None:
-    """Write the marker of a folder, all of it or nothing, unless it is there."""
+    """Write the marker of a folder atomically, unless it is there."""
     if _IDENTITY_FILE in os.listdir(folder):
         return
     new = _IDENTITY_FILE + NEW
-    _delete(folder, [new])  # of a process that has ended while it wrote
+    _delete(folder, [new])  # left by a process that ended while it wrote
     _write_new(folder, path, new, identity.canonical)
     os.replace(new, _IDENTITY_FILE, src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -349,7 +349,7 @@ def _look_at(path: Path) -> CacheFolder:
 
 
 def _read_marker(fd: int, path: Path) -> CacheIdentity:
-    """Return whose folder it is."""
+    """Return the identity of a folder."""
     try:
         identity = CacheIdentity(_read(fd, path, _IDENTITY_FILE))
         if folder_of(path.parent, identity) == path:
@@ -360,7 +360,7 @@ def _read_marker(fd: int, path: Path) -> CacheIdentity:
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Say whether a path still leads to an open file: its folder may be deleted and made anew."""
+    """Return whether a path still leads to an open file: a new folder may have replaced it."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The disk as a store of blobs: the header and the chunks of each entry lie in one file."""
+"""The disk as a store of blobs: one file holds the header and the chunks of an entry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mamba_cache.tiers.identity import CacheIdentity
 __all__ = ["PAGE_BYTES", "DiskStore", "file_bytes"]
 
 PAGE_BYTES: Final = 4096
-"""Direct input and output move whole pages."""
+"""Size of a page: direct input and output move whole pages."""
 
 _CHUNK_BYTES: Final = 4 * 2**20
 _KEY_PARTS: Final = 6
@@ -49,12 +49,12 @@ _PAUSE_SECONDS: Final = 5.0
 
 
 class DiskStore(BlobStore):
-    """Entries of one identity, each in a file of its own, and none but these.
+    """Entries of one identity, each in a file of its own; other blobs are refused.
 
-    A file is written under another name, its header last, and renamed then: it is there whole or
-    not at all. Folders of other identities are deleted, the least recently opened first, when all
-    of them would take more than ``capacity_bytes``; then the least recently used entries. What
-    ``exists_many`` says comes from memory, and what it finds counts as used.
+    A file is written under a temporary name, its header last, and then renamed: it is there whole
+    or not at all. If all folders would take more than ``capacity_bytes``, folders of other
+    identities are deleted, the least recently opened first; then the least recently used entries.
+    ``exists_many`` answers from memory, and marks the entries that it finds as used.
     """
 
     name = "disk"
@@ -81,12 +81,12 @@ class DiskStore(BlobStore):
                 f"{needed} bytes"
             )
         self._path, self._identity = Path(path).expanduser(), identity
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the entries and their counts
         self._entries: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self._num: Counter[EntryKind] = Counter()  # of these
+        self._num: Counter[EntryKind] = Counter()  # number of entries by kind
         self._num_recovered = self._num_evicted = 0
         self._others: list[CacheFolder] = []
-        self._looks_at = 0.0  # when folders of other identities are listed again
+        self._relist_at = 0.0  # when folders of other identities are listed again
         self._full_until = 0.0
         self.folder, self._folder_lock = open_folder(self._path, identity)
         try:
@@ -96,11 +96,11 @@ class DiskStore(BlobStore):
             raise
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Say which entries can be found, by the keys of any of their parts; waits for nothing."""
+        """Return which entries can be found, by the key of any part, without waiting."""
         entries = [_parts_of(key)[0] for key in keys]
         with self._lock:
             for entry in reversed(entries):
-                if entry in self._entries:  # of one prefix: its start was used last
+                if entry in self._entries:  # in reverse, so that a prefix's start is evicted last
                     self._entries.move_to_end(entry)
             return [None if each in self._entries else StoreFault.MISSING for each in entries]
 
@@ -109,18 +109,18 @@ class DiskStore(BlobStore):
     ) -> list[StoreFault | None]:
         """Write the file of one entry: its chunks and, last, its header. One thread at a time.
 
-        It does not wait for the disk: what a power cut leaves of a file is refused when it is read.
-        The answer is the header's.
+        The file is not flushed: one that a power cut damaged is refused when it is read. A fault
+        is the answer for the header.
         """
         entry = keys[-1]
         with self._lock:
-            is_there = entry in self._entries  # the first bytes stay
+            is_there = entry in self._entries  # then nothing is overwritten
         fault: StoreFault | None = None
         if not is_there and time.monotonic() < self._full_until:
             fault = StoreFault.DISK_FULL
         elif not is_there:
             fault = self._fault_in(partial(self._write, entry, buffers))
-            fault = StoreFault.IO_ERROR if fault is StoreFault.MISSING else fault  # no folder
+            fault = StoreFault.IO_ERROR if fault is StoreFault.MISSING else fault  # folder is gone
         return [*[None] * (len(keys) - 1), fault]
 
     def get_many_into(
@@ -130,7 +130,7 @@ class DiskStore(BlobStore):
         return [self._get(*_parts_of(key), each) for key, each in zip(keys, buffers, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Remove the files of headers; reads that are under way go on."""
+        """Remove the files of the headers among the keys; reads under way go on."""
         entries = [(entry, number is None) for entry, number in map(_parts_of, keys)]
         return [
             self._fault_in(partial(self._remove, entry)) if is_header else None
@@ -138,17 +138,17 @@ class DiskStore(BlobStore):
         ]
 
     def health(self) -> StoreHealth:
-        """Look whether the folder is there."""
+        """Check that the folder is there."""
         fault = self._fault_in(self.folder.stat)
         return StoreHealth(fault, str(self.folder))
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Unlock the folder for other processes."""
         self._folder_lock.release()
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of ``TierStats`` that only a disk has."""
-        # Without the lock, which a fork may have left held; a copy is of one moment.
+        # Without the lock, which a fork may have left held; the copy is atomic.
         found, sizes = Counter(dict(self._num)), self._file_bytes
         return {
             "entries": {kind.name.lower(): found[kind] for kind in sizes},
@@ -159,7 +159,7 @@ class DiskStore(BlobStore):
         }
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself."""
+        """Check that the bookkeeping is consistent."""
         with self._lock:
             if +self._num != Counter(map(_kind_of, self._entries)):
                 raise InvariantError(f"entries are counted wrong: {self._num}")
@@ -174,7 +174,7 @@ class DiskStore(BlobStore):
         return self.folder / entry_name(entry)
 
     def _write(self, entry: str, parts: Sequence[memoryview]) -> None:
-        """Write a file under another name, and rename it, which publishes the entry."""
+        """Write a file under a temporary name; the renaming publishes the entry."""
         path, flags = self._path_of(entry), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._make_room(_kind_of(entry))
         try:
@@ -202,7 +202,7 @@ class DiskStore(BlobStore):
     def _get(self, entry: str, number: int | None, into: memoryview) -> int | StoreFault:
         found: list[int] = []
         fault = self._fault_in(lambda: found.append(self._read(entry, number, into)))
-        if fault is StoreFault.MISSING:  # deleted since
+        if fault is StoreFault.MISSING:  # the file was deleted
             with suppress(OSError):
                 self._remove(entry)
         return found[0] if fault is None else fault
@@ -223,7 +223,7 @@ class DiskStore(BlobStore):
             os.close(fd)
 
     def _open(self, path: Path, flags: int, blob: memoryview) -> int:
-        """Open a file past the page cache, if its file system and the blob's address allow it."""
+        """Open a file without the page cache, if file system, blob address and size allow it."""
         address = np.frombuffer(blob, np.uint8).ctypes.data
         if not (address % PAGE_BYTES or len(blob) % PAGE_BYTES):
             try:
@@ -242,9 +242,9 @@ class DiskStore(BlobStore):
 
     def _make_room(self, kind: EntryKind) -> None:
         """Delete other identities' folders, then the oldest entries, until an entry fits."""
-        if time.monotonic() >= self._looks_at:
+        if time.monotonic() >= self._relist_at:
             self._others = [each for each in folders(self._path) if each.path != self.folder]
-            self._looks_at = time.monotonic() + _PAUSE_SECONDS
+            self._relist_at = time.monotonic() + _PAUSE_SECONDS
         for other in list(self._others):
             if self._fits(kind):
                 return
@@ -260,12 +260,12 @@ class DiskStore(BlobStore):
             self._remove(oldest)
 
     def _fits(self, kind: EntryKind) -> bool:
-        """Say whether the capacity has room for one more entry."""
+        """Return whether the capacity has room for one more entry."""
         taken = self._bytes + sum(other.num_bytes for other in self._others)
         return taken + self._file_bytes[kind] <= self._capacity
 
     def _recover(self) -> None:
-        """Find the entries of the folder by their names; they are verified when they are read."""
+        """Find the entries of the folder by their file names; reads verify them later."""
         found = []
         for file in os.scandir(self.folder):
             key = named_entry(self._identity, file.name)
@@ -284,26 +284,26 @@ class DiskStore(BlobStore):
         self._num_recovered = len(found)
 
     def _fault_in(self, call: Callable[[], object]) -> StoreFault | None:
-        """Ask the system for something; say why it did not do it."""
+        """Call the system; return the fault if the call fails."""
         try:
             call()
-        except FileNotFoundError:  # evicted or deleted since
+        except FileNotFoundError:  # evicted or deleted meanwhile
             return StoreFault.MISSING
         except (OSError, InvalidArgumentError) as error:
             if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
                 return StoreFault.IO_ERROR
-            self._full_until = time.monotonic() + _PAUSE_SECONDS  # what is there can be read
+            self._full_until = time.monotonic() + _PAUSE_SECONDS  # pauses writes, not reads
             return StoreFault.DISK_FULL
         return None
 
 
 def file_bytes(payload_bytes: int) -> int:
-    """Return the bytes of one file: a page for the header, and the pages of the payload."""
+    """Return the size of a file: a page for the header, and the pages of the payload."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _parts_of(key: str) -> tuple[str, int | None]:
-    """Return the entry that a blob is of, and which of its chunks it is; None: its header."""
+    """Return a blob's entry and the number of its chunk; None instead of a number: the header."""
     parts = key.split("/")
     if len(parts) == _KEY_PARTS:
         return key, None
@@ -315,18 +315,18 @@ def _kind_of(entry: str) -> EntryKind:
 
 
 def _new(path: Path) -> Path:
-    """Return where a file is written."""
+    """Return the temporary path of a file."""
     return path.with_name(path.name + NEW)
 
 
 def _use(fd: int, header: memoryview) -> None:
-    """Record that an entry is used now; the end of a prefix counts as older than its start."""
+    """Record a use in the file's time; the end of a prefix counts as older than its start."""
     used_at = time.time_ns() - _NANOSECONDS_PER_TOKEN * prefix_tokens_in(header)
     os.utime(fd, ns=(used_at, used_at))
 
 
 def _page(content: memoryview | bytes = b"") -> memoryview:
-    """Return a page at an address that direct reads and writes take: some bytes, then zeroes."""
+    """Return a page that is aligned for direct reads and writes: the content, then zeroes."""
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     page[: len(content)] = content
     return page
@@ -338,7 +338,7 @@ def _transfer(
     buffer: memoryview,
     offset: int,
 ) -> int:
-    """Read or write a buffer, in as many parts as the system likes; return what was not moved."""
+    """Read or write a buffer, in as many calls as needed; return the bytes that were not moved."""
     done = 0
     while done < len(buffer):
         moved = call(fd, [buffer[done:]], offset + done)

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Final = 3
-"""Of headers and of how a row is laid out. Another one is another identity, so nothing is read."""
+"""Version of headers and row layout. It is part of the identity: other versions are not read."""
 
 _TENANT_BYTES: Final = 16
 _CPU_FACTS: Final = Path("/proc/cpuinfo")
@@ -39,15 +39,15 @@ _CPU_NAMES: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """What computed the numbers: the same prompt gives the same bits only where these are equal.
+    """Hardware and software of a computation: a prompt gives the same bits only if they are equal.
 
     Attributes:
         architecture: The GPU and its compute capability, or the CPU, its model, and the
             instructions in use.
         torch_version: Version of PyTorch, with that of CUDA.
-        triton_version: Version of Triton, "none" where there is none.
-        kernels: Versions of this package and of whatever else computes the model's layers.
-        matmul_precision: Of products of float32 on the device, as
+        triton_version: Version of Triton, or "none".
+        kernels: Versions of this package and of other packages that compute the model's layers.
+        matmul_precision: Precision of float32 products on the device, as
             ``torch.set_float32_matmul_precision`` names it.
 
     Raises:
@@ -66,11 +66,11 @@ class Numerics:
 
     @classmethod
     def of(cls, device: torch.device | str, *, kernels: str = "") -> Numerics:
-        """Read them from this process.
+        """Read the numerics of this process.
 
         Args:
-            device: Where the model computes.
-            kernels: What else computes layers, with its version, such as "mamba-ssm 2.2".
+            device: Device that the model computes on.
+            kernels: Other packages that compute layers, with versions, such as "mamba-ssm 2.2".
         """
         own, device = f"mamba-cache {__version__}", torch.device(device)
         return cls(
@@ -84,15 +84,15 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRank:
-    """Which part of the model a process holds.
+    """The part of the model that a process holds.
 
     Attributes:
         tensor: Rank in tensor parallelism.
-        tensor_size: Of how many.
+        tensor_size: Number of tensor-parallel ranks.
         pipeline: Rank in pipeline parallelism.
-        pipeline_size: Of how many.
+        pipeline_size: Number of pipeline-parallel ranks.
         context: Rank in context parallelism.
-        context_size: Of how many.
+        context_size: Number of context-parallel ranks.
 
     Raises:
         InvalidArgumentError: A size is below 1, or a rank is not below its size.
@@ -116,26 +116,26 @@ class ParallelRank:
 
     @property
     def number(self) -> int:
-        """The rank among all of them, from 0."""
+        """The rank among all ranks, from 0."""
         outer = self.pipeline * self.context_size + self.context
         return outer * self.tensor_size + self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """What an embedder says of the model, for no spec and no setting tells it.
+    """Facts about a model that the embedder must give: no spec or setting has them.
 
     Attributes:
         name: The model's full name, not the last component of a path.
         weights: A digest of the weights, or the revision that pins them.
         adapter: A digest of the adapters that are merged into the weights or always active, with
-            their scaling. "" where there is none. A request's own ``lora_id`` is in its block
+            their scaling. "" if there are none. A request's own ``lora_id`` is in its block
             hashes.
-        settings: What else changes what is computed, such as attention's implementation, the scale
-            of rotary embeddings, or the dtype that the model computes in. "" if nothing does.
-        rank: Which part of the model this process holds.
-        numerics: What computes. Default: that of the CPU in this process; a context on another
-            device takes that device's in its place.
+        settings: Other settings that change the results, such as attention's implementation, the
+            scale of rotary embeddings, or the dtype of the computation. "" if there are none.
+        rank: The part of the model that this process holds.
+        numerics: Hardware and software of the computation. Default: those of this process's CPU; a
+            context on another device replaces them with that device's.
 
     Raises:
         InvalidArgumentError: ``name`` or ``weights`` is unset, or a field is of another kind.
@@ -166,16 +166,16 @@ class ModelIdentity:
 class CacheIdentity:
     """All that must be equal for two processes to share an entry.
 
-    Made by ``CacheIdentity.of``. Two are equal if and only if their canonical bytes are.
+    Made by ``CacheIdentity.of``. Two identities are equal if and only if their canonical bytes are.
 
     Attributes:
-        canonical: JSON of every fact, keys sorted: what ``digest`` is of, and what a directory
-            keeps beside its entries so that a person can read what it was made with.
-        rank: The number of the part of the model, as in ``ParallelRank.number``.
+        canonical: JSON of every fact, keys sorted. A disk cache's folder has it as a file, so that
+            people can read the facts.
+        rank: Number of this process's part of the model, as in ``ParallelRank.number``.
         digest: [32] bytes, SHA-256 of ``canonical``.
 
     Raises:
-        InvalidArgumentError: ``canonical`` is not what ``CacheIdentity.of`` makes.
+        InvalidArgumentError: ``canonical`` was not made by ``CacheIdentity.of``.
     """
 
     canonical: bytes
@@ -205,17 +205,17 @@ class CacheIdentity:
         state_spec: StateSpec,
         kv_spec: KVCacheSpec | None,
     ) -> CacheIdentity:
-        """Collect the facts.
+        """Collect the facts of an identity.
 
         Args:
-            model: What the embedder says of the model.
-            config: Settings. Those that say how much is kept are left out.
-            state_spec: What a state holds.
-            kv_spec: What a token's keys and values hold; None if the embedder keeps them.
+            model: Facts about the model from the embedder.
+            config: Settings. Those that only bound the size of the cache are left out.
+            state_spec: Layout of a state.
+            kv_spec: Layout of a token's keys and values; None if the embedder keeps them.
 
         Raises:
-            InvalidArgumentError: ``config.hash_secret`` is unset: a secret drawn in each process
-                gives no two of them a common hash. Or an argument is of another kind.
+            InvalidArgumentError: ``config.hash_secret`` is unset: processes with different secrets
+                have no hash in common. Or an argument is of another kind.
         """
         check_kind("model", model, ModelIdentity)
         check_kind("config", config, CacheConfig)
@@ -224,8 +224,8 @@ class CacheIdentity:
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         if config.hash_secret is None:
             raise InvalidArgumentError(
-                "hash_secret must be given to share entries between processes: one that is drawn "
-                "in each process makes every hash another, and nothing would ever be found"
+                "hash_secret must be given to share entries between processes: with a secret drawn "
+                "in each process all hashes differ, and no entry would ever be found"
             )
         quantization, algorithm = None, config.hash_algorithm
         if config.slot_quantization is not None:
@@ -262,7 +262,7 @@ class CacheIdentity:
         return cls(_canonical(facts))
 
     def differences(self, other: CacheIdentity) -> tuple[str, ...]:
-        """Name the facts in which two differ, so that a cache that never hits can be explained.
+        """Return the names of the facts that differ, to explain a cache that never hits.
 
         Returns:
             Names with dots, such as "numerics.torch_version", sorted.
@@ -278,7 +278,7 @@ class CacheIdentity:
 
 
 def tenant_digest(secret: bytes, cache_salt: str | bytes | int | None) -> bytes:
-    """Return what stands for a salt in keys and headers: nobody can tell the salt from it."""
+    """Return a keyed digest of a salt, for keys and headers; it does not reveal the salt."""
     if isinstance(cache_salt, bytes):
         content = b"b" + cache_salt
     elif isinstance(cache_salt, str):
@@ -299,7 +299,7 @@ def _keyed(secret: bytes, content: bytes) -> bytes:
 
 
 def _canonical(facts: dict[str, Any]) -> bytes:
-    """Spell the facts so that equal ones give equal bytes, and others others."""
+    """Return the facts as JSON: the bytes are equal if and only if the facts are."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -328,7 +328,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's maker and model: libraries sum in another order on another one."""
+    """Return the processor's vendor and model, on which the order of sums in libraries depends."""
     try:
         lines = _CPU_FACTS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -16,31 +16,31 @@ import torch
 __all__ = ["ROW_ALIGNMENT", "Pinner", "RowMemory", "plain_slab"]
 
 ROW_ALIGNMENT = 4096
-"""Rows begin at multiples of it and are as long: what direct input and output need."""
+"""Addresses and sizes of rows are multiples of this, as direct input and output need."""
 
 _SLAB_BYTES = 2**28
 _HUGE_PAGE = 2**21
 _PAGE = 4096
 _MAX_THREADS = 12
 _SPARE_CORES = 2
-"""What the threads leave to who serves requests meanwhile."""
+"""Cores that the touching threads leave to other work."""
 _PINNING_THREADS = 4
 _TOUCHED_BYTES = 2**25
-"""What one thread touches at once."""
+"""Bytes that a thread touches in one task."""
 
 
 class RowMemory:
-    """Rows of one size, in slabs that are made one after the other.
+    """Rows of one size, in slabs that are added one after the other.
 
-    Slabs are at most a quarter of a GiB (or one row) each: the first rows are to be there soon, and
-    while the driver pins one, others of its calls wait, those of a forward among them.
+    A slab has at most a quarter of a GiB, or one row. So the first rows are there soon, and other
+    driver calls, such as a forward's, wait for a short time only while a slab is pinned.
     """
 
     def __init__(
         self, row_bytes: int, checksums: slice, num_rows: int, *, slab_bytes: int = _SLAB_BYTES
     ) -> None:
         self.row_bytes, self.num_rows = row_bytes, num_rows
-        self.checksums = checksums  # where in a row those of what is before them stand
+        self.checksums = checksums  # slice of a row, behind its payload
         self.rows_per_slab = max(1, slab_bytes // row_bytes)
         self.num_ready = 0
         self._addresses: list[int] = []
@@ -48,16 +48,16 @@ class RowMemory:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs that there will be."""
+        """Number of slabs once all are added."""
         return -(-self.num_rows // self.rows_per_slab)
 
     def slab_bytes(self, index: int) -> int:
-        """Return the bytes of a slab."""
+        """Return the size of a slab."""
         first = index * self.rows_per_slab
         return min(self.rows_per_slab, self.num_rows - first) * self.row_bytes
 
     def add_slab(self, slab: torch.Tensor) -> int:
-        """Take the next slab, [bytes] uint8; return its rows."""
+        """Add the next slab, [bytes] uint8; return its number of rows."""
         rows = slab.view(-1, self.row_bytes)
         self._addresses.append(rows.data_ptr())
         self._arrays.append(rows.numpy())
@@ -65,32 +65,32 @@ class RowMemory:
         return rows.shape[0]
 
     def array(self, row: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a row that is there, [row_bytes]."""
+        """Return the bytes of a row in a slab that was added, [row_bytes]."""
         slab, index = divmod(row, self.rows_per_slab)
         array: npt.NDArray[np.uint8] = self._arrays[slab][index]
         return array
 
     def address(self, row: int) -> int:
-        """Return where a row that is there begins."""
+        """Return the address of a row in a slab that was added."""
         slab, index = divmod(row, self.rows_per_slab)
         return self._addresses[slab] + index * self.row_bytes
 
     def row(self, row: int) -> torch.Tensor:
-        """Return the same as a tensor, which takes longer."""
+        """Return a row as a tensor, which takes longer than ``array``."""
         return torch.from_numpy(self.array(row))
 
 
 def plain_slab(num_bytes: int) -> torch.Tensor:
-    """Return memory that is not pinned, [num_bytes] uint8, zero; pages come when they are used."""
+    """Return memory that is not pinned, [num_bytes] uint8, zero; first use allocates its pages."""
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8))
 
 
 class Pinner:
-    """Makes pinned slabs in threads of its own, so that nobody waits for them.
+    """Makes pinned slabs in threads of its own, so that callers need not wait.
 
-    Memory comes in huge pages where the system gives them, and is touched before it is pinned: the
-    driver alone does that page by page, which takes many times as long. Many threads touch a slab
-    together, and the next ones while it is pinned.
+    Memory is in huge pages where the system has them. It is touched before it is pinned, by many
+    threads at once: the driver alone would touch page by page, which takes many times as long. The
+    next slabs are touched while one is pinned.
     """
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
@@ -99,13 +99,13 @@ class Pinner:
         name = "mamba-cache-pin"
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")
         self._pinning = ThreadPoolExecutor(_PINNING_THREADS, thread_name_prefix=name)
-        self._pinned: dict[int, Any] = {}  # what was pinned, by address; keeps the memory
+        self._pinned: dict[int, Any] = {}  # pinned slabs by address; keeps their memory alive
         threads = self._touching, self._pinning
         self.close = finalize(self, _close, threads, self._pinned, unpin)
 
     def make(self, num_bytes: int) -> Future[torch.Tensor]:
         """Begin to make a slab, [num_bytes] uint8."""
-        # Nothing that the threads have refers to this object, which may go while they work.
+        # The threads hold no reference to this object, so it can be collected while they work.
         return self._pinning.submit(
             _make_pinned, num_bytes, self._pin, self._pinned, self._touching
         )
@@ -131,7 +131,7 @@ def _make_pinned(
 
 
 def _touch(part: npt.NDArray[np.uint8]) -> None:
-    part[::_PAGE] = 0  # numpy lets other threads run meanwhile
+    part[::_PAGE] = 0  # numpy releases the GIL
 
 
 def _close(

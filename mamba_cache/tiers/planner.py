@@ -1,4 +1,4 @@
-"""Whether to load a prefix from a tier or to compute it again, by what either takes here."""
+"""The choice between loading a prefix from a tier and computing it, by measured times."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mamba_cache.protocols import RankAgreement
 __all__ = ["LoadPlanner", "Rates", "largest", "quickest"]
 
 _WEIGHT = 0.9
-"""Of what was measured before, each time that something is measured."""
+"""Weight of the old average at each new sample."""
 
 _MIN_SPREAD = 0.05
-"""Of the sizes of loads, relative to their mean: below it one cannot tell latency and bandwidth."""
+"""Minimum spread of load sizes, relative to their mean, to tell latency from bandwidth."""
 
 
 class Rates(NamedTuple):
-    """What loading and computing take.
+    """Speed of loading and of computing.
 
     Attributes:
-        bytes_per_second: Of a load, once it flows.
-        latency_seconds: Of a load of no bytes.
-        tokens_per_second: Of prefill.
+        bytes_per_second: Bandwidth of a load, without its latency.
+        latency_seconds: Time of a load of no bytes.
+        tokens_per_second: Speed of prefill.
     """
 
     bytes_per_second: float = 20e9
@@ -34,18 +34,18 @@ class Rates(NamedTuple):
 
 
 class LoadPlanner:
-    """Knows what loading and computing take, so that a request resumes where it is soonest.
+    """Estimates the time of loading and of computing, to choose where a request resumes.
 
-    A load of S bytes of state and k bytes for each of n tokens wins over computing them where
-    ``L + (S + k n) / B < n / P``. B, L and P are measured while the cache runs; until then they are
-    assumed.
+    A load of S bytes of state and k bytes for each of n tokens is faster than computing them if
+    ``L + (S + k n) / B < n / P``. B, L and P are the ``Rates`` in their order. They are assumed at
+    first, and measured while the cache runs.
 
     Args:
-        rates: What is assumed at first. Default: those of a slow link and a fast GPU's 8B model.
-        learns: Whether what is measured counts.
+        rates: Rates assumed at first. Default: a slow link, and an 8B model on a fast GPU.
+        learns: Whether measurements change the rates.
 
     Attributes:
-        rates: What it decides by now.
+        rates: Present rates.
 
     Raises:
         InvalidArgumentError: A rate is not a finite number above 0, or the latency is below 0.
@@ -55,18 +55,18 @@ class LoadPlanner:
         self.rates = _checked(Rates() if rates is None else rates)
         self._learns = learns
         self._has_prefill = False
-        # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
+        # Weight of all loads, and weighted means of bytes, seconds, bytes**2, bytes * seconds.
         self._weight = 0.0
         self._means = (0.0, 0.0, 0.0, 0.0)
 
     def load_seconds(self, num_bytes: int) -> float:
-        """Return how long it takes to load so many bytes; 0 if there are none."""
+        """Return the estimated time to load ``num_bytes``; 0 if there are none."""
         if not num_bytes:
             return 0.0
         return self.rates.latency_seconds + num_bytes / self.rates.bytes_per_second
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that computed so many tokens of prompts."""
+        """Record the time of a step that computed ``num_tokens`` of prompts."""
         if not self._learns or seconds <= 0 or num_tokens <= 0:
             return
         rate = num_tokens / seconds
@@ -76,7 +76,7 @@ class LoadPlanner:
         self.rates = self.rates._replace(tokens_per_second=rate)
 
     def record_load(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a load: latency and bandwidth are the line through what loads have taken."""
+        """Record the time of a load; a line through all times gives latency and bandwidth."""
         if not self._learns or seconds <= 0 or num_bytes <= 0:
             return
         self._weight = _WEIGHT * self._weight + 1
@@ -91,7 +91,7 @@ class LoadPlanner:
             slope = (products - mean_bytes * mean_seconds) / variance
             if slope > 0:
                 latency = max(0.0, mean_seconds - slope * mean_bytes)
-        # A latency that leaves nothing for the bytes was measured when loads were others.
+        # A latency near the mean time is outdated: it was measured on different loads.
         latency = min(latency, mean_seconds / 2)
         self.rates = self.rates._replace(
             latency_seconds=latency, bytes_per_second=mean_bytes / (mean_seconds - latency)
@@ -99,19 +99,19 @@ class LoadPlanner:
 
 
 def largest(values: Sequence[float], agreement: RankAgreement | None) -> Sequence[float]:
-    """Return each value of the rank where it is largest; None: there is one rank."""
+    """Return each value's maximum over all ranks; without ``agreement`` there is one rank."""
     with outside:
         return values if agreement is None else agreement.largest(values)
 
 
 def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
-    """Return which takes the least time on the rank that takes longest; of equals the last."""
+    """Return the index with the least time, on its slowest rank; the last one of equals."""
     longest = largest(seconds, agreement)
     return min(range(len(longest)), key=lambda index: (longest[index], -index))
 
 
 def _checked(rates: Rates) -> Rates:
-    """Check rates that a caller gives."""
+    """Check and return the rates of a caller."""
     for name, value in rates._asdict().items():
         number = check_number(name, value, maximum=1e18)
         if name != "latency_seconds" and not number:

@@ -1,4 +1,4 @@
-"""Copies between the GPU's memory and rows of host memory, and the checksums that prove them."""
+"""Copies between the GPU's memory and rows of host memory, with checksums to verify them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mamba_cache.tiers.memory import ROW_ALIGNMENT, RowMemory
 __all__ = ["CopyJob", "Mark", "PlainTicket", "PlainTransfers", "RowLayout"]
 
 Mark: TypeAlias = Any
-"""A moment in the order of what is enqueued, as ``mark`` of what copies makes it."""
+"""A point in the order of enqueued work, made by ``mark`` of the transfers."""
 
 _PART_ALIGNMENT = 256
 _DIGEST_BYTES = 16
@@ -26,15 +26,15 @@ class CopyJob(NamedTuple):
     """One entry to copy."""
 
     kind: EntryKind
-    place: int  # its slot, or its KV block
+    place: int  # the entry's slot or KV block
     row: int
 
 
 class RowLayout:
-    """How the tensors of one slot or one KV block lie in a row of bytes.
+    """Layout of the tensors of one slot or one KV block in a row of bytes.
 
-    One after the other, each whole; then the checksums of all of them, then nothing up to a
-    multiple of ``ROW_ALIGNMENT``.
+    The tensors follow one another, each whole; then come the checksums of all tensors, then padding
+    up to a multiple of ``ROW_ALIGNMENT``.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, sums_chunks: bool = False) -> None:
@@ -62,7 +62,7 @@ class RowLayout:
 
 
 class PlainTicket:
-    """Copies that were over when they returned."""
+    """Copies that were done when their call returned."""
 
     def __init__(self, num_bytes: int, seconds: float, damaged: Sequence[int] = ()) -> None:
         self.num_bytes = num_bytes
@@ -76,16 +76,16 @@ class PlainTicket:
         """Do nothing."""
 
     def damaged(self) -> list[int]:
-        """Return which copies brought other bytes than were written."""
+        """Return the indices of the jobs that were damaged."""
         return self._damaged
 
     def seconds(self) -> float:
-        """Return how long they took."""
+        """Return the duration of the copies."""
         return self._seconds
 
 
 class PlainTransfers:
-    """Copies where the tensors are in host memory themselves: done when a call returns."""
+    """Copies for tensors that are in host memory themselves: done when a call returns."""
 
     def __init__(
         self, layouts: Mapping[EntryKind, RowLayout], memory: Mapping[EntryKind, RowMemory]
@@ -117,14 +117,14 @@ class PlainTransfers:
         return PlainTicket(self._bytes_of(jobs), time.perf_counter() - begun, damaged)
 
     def wait(self) -> None:
-        """Do nothing: no copy is under way when a call has returned."""
+        """Do nothing: copies are done when their call returns."""
 
     def mark(self) -> Mark:
         """Read the clock."""
         return time.perf_counter()
 
     def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
-        """Return the time between two moments."""
+        """Return the time between two marks."""
         seconds: float = ended - begun
         return seconds
 
