@@ -1,4 +1,4 @@
-"""The app: its commands, their options, and what becomes of errors."""
+"""The app: its commands, their options, and exit codes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["COMMANDS", "add_options", "main", "run"]
 COMMANDS = {
     "plan": "Suggest budgets: how many slots and KV blocks, and how large a block.",
     "doctor": "Check versions, extras, the GPU, and that a hit equals a miss.",
-    "replay": "Replay a trace of requests: what it hits with each policy and number of slots.",
+    "replay": "Replay a trace of requests: its hit rate with each policy and number of slots.",
     "serve": "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
 }
 """The first line of each command's docstring; its module has its name."""
 
 _CANNOT_RUN = (InvalidArgumentError, MissingExtraError, UnsupportedVersionError)
-"""A command cannot run as it was called; budgets that do not fit are a failure."""
+"""Errors of exit code 2: the command was called wrongly. A ``BudgetError`` has exit code 1."""
 
 _DESCRIPTION = """Prefix caching for hybrid (attention + Mamba) language models.
 
@@ -39,7 +39,7 @@ Exit codes: 0 if all is well, 1 if a check or a limit failed, 2 for wrong usage.
 
 
 class _Parser(ArgumentParser):
-    """A parser that says in a line what is wrong."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
@@ -47,7 +47,7 @@ class _Parser(ArgumentParser):
 
 def main() -> None:
     """Run the command that the process's arguments name, and exit."""
-    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough, such as `head`, ends this too
+    if hasattr(signal, "SIGPIPE"):  # end without a traceback when `head` closes the pipe
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(run(sys.argv[1:]))
 
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     own = parsers[options.command]
     if others and options.command != "serve":
         own.error(f"unrecognized arguments: {' '.join(others)}")
-    # The value of an option of the server would be taken for the model.
+    # Otherwise the value of a server's option would be parsed as the model.
     if others and arguments.index(others[0]) < arguments.index(options.model):
         own.error(f"MODEL comes before all options that are passed on, got {others[0]} first")
     options.others = others

@@ -1,4 +1,4 @@
-"""``mamba-cache doctor``: is all that the cache needs here, and does it work?"""
+"""``mamba-cache doctor``: checks of packages, of the GPU, and that a hit equals a miss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL = {
     "transformers": ("transformers", "prefix caching for transformers models"),
     "prometheus_client": ("metrics", "metrics"),
 }
-"""Packages, the extra that brings each, and its purpose."""
+"""Optional packages, the extra that installs each, and its purpose."""
 
 _BLOCK = 128
 _HIT_PROMPTS = 4
@@ -34,7 +34,7 @@ _HIT_PROMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found, and what to do about it; what is absent the rest does not need."""
+    """The result of one check, with advice. The cache works without a part that is absent."""
 
     name: str
     status: Literal["ok", "failed", "absent"]
@@ -45,8 +45,8 @@ class Check:
 def doctor(options: Namespace) -> Report:
     """Check versions, extras, the GPU, and that a hit equals a miss.
 
-    A GPU is not needed. What is absent is shown with what to do about it; only what is wrong makes
-    the exit code 1.
+    A GPU is not needed. An absent part is shown with advice; only a failed check makes the exit
+    code 1.
     """
     checks = list(check_machine())
     counts = Counter(check.status for check in checks)
@@ -62,7 +62,7 @@ def doctor(options: Namespace) -> Report:
 
 
 def check_machine() -> Iterator[Check]:
-    """Look at versions and the GPU, and try a hit."""
+    """Check versions and the GPU, and try a hit."""
     yield Check("mamba_cache", "ok", f"{__version__}, Python {platform.python_version()}")
     for package in ("torch", "numpy", "xxhash"):
         yield Check(package, "ok", metadata.version(package))
@@ -87,7 +87,7 @@ def check_machine() -> Iterator[Check]:
 
 
 def check_hits() -> Check:
-    """Answer prompts that share a prefix with a cache and without, by a tiny model."""
+    """Check that a tiny model gives equal answers with and without a cache."""
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     model = HybridModel(HybridModelConfig(layer_pattern="M*MM-"), dtype=torch.float64, seed=0)
     config = CacheConfig(

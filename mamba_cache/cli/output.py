@@ -1,4 +1,4 @@
-"""What commands take and report: one JSON object for machines, and text with tables for people."""
+"""Options and reports of commands: one JSON object for machines, text with tables for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Option: TypeAlias = tuple[str, str, Any, str]
 
 
 class Report(NamedTuple):
-    """What a command found; the app prints one of both."""
+    """The result of a command; the app prints either ``data`` or ``text``."""
 
     data: Mapping[str, Any]
     text: str
@@ -21,7 +21,7 @@ class Report(NamedTuple):
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; columns whose header begins with ">" are figures, on the right."""
+    """Return a table; columns whose header begins with ">" are aligned to the right."""
     texts = [[name.removeprefix(">") for name in header], *rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = [

@@ -27,20 +27,20 @@ _RESERVED = 0.1
 """Share of the memory for activations and all else."""
 
 _MAX_BLOCK = 2**16
-"""A plan goes through the lengths that prompts can have within a block."""
+"""Limit of the block size: a plan averages over all prompt lengths within a block."""
 
 _USUAL_BLOCK = 256
 _USUAL_LENGTH = 32_768
-"""Tokens of the longest sequence, unless the mean is above."""
+"""Tokens of the longest sequence, unless the mean is longer."""
 
 _SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Shares of slots to try with a trace."""
 
 _MAX_REPLAYED = 4000
-"""Requests of a trace to try them with."""
+"""Maximum number of requests of a trace to replay."""
 
 _BLOCKS_PER_PREFIX = 8
-"""Blocks that a shared prefix should have at least: one may be lost at its end."""
+"""Minimum number of blocks of a shared prefix: one may be lost at its end."""
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -53,7 +53,7 @@ OPTIONS: tuple[Option, ...] = (
     ("--shared", "N", 0, "tokens that all prompts begin with"),
     ("--block-size", "N", None, "tokens of a block (default: suggested)"),
     ("--trace", "FILE", None, f"requests to replay (as for `replay`; the first {_MAX_REPLAYED:,}): "
-     "divides the memory as they hit the most"),
+     "the plan divides the memory for the most hits"),
 )  # fmt: skip
 
 
@@ -74,14 +74,14 @@ def plan(options: Namespace) -> Report:
     counts = dict(made["config"])
     if options.trace is not None:
         made["trace"] = split = split_by_trace(made, options.trace)
-        # The dummy block comes on top of what the trace was replayed with.
+        # The dummy block is added to the blocks that were replayed.
         del made["config"]["num_kv_blocks"], made["config"]["max_slots"]
         made["config"] |= {"cache_gb": split["cache_gb"], "state_share": split["best_share"]}
     return Report(made, _text_of(made, counts))
 
 
 def suggest_block_size(ssm_chunk_size: int, prompt: int, shared: int = 0) -> int:
-    """Return a block size: a multiple of the chunk, near 256, and small beside what is shared."""
+    """Return a block size: a multiple of the chunk, near 256, and small beside a shared prefix."""
     target = min(_USUAL_BLOCK, (shared or prompt) // _BLOCKS_PER_PREFIX)
     return max(target // ssm_chunk_size, 1) * ssm_chunk_size
 
@@ -100,8 +100,8 @@ def make_plan(
 
     A *sequence* is a prompt and its answer, running or only cached: it holds KV blocks of its own
     and the slots of its checkpoints. Blocks without a state cannot be skipped and a state without
-    its blocks cannot be found, so both budgets are made for equally many sequences. Sizes are in
-    bytes unless they say otherwise.
+    its blocks cannot be found, so both budgets are for the same number of sequences. Sizes are in
+    bytes unless their names say otherwise.
     """
     for name, count in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
         check_int(f"--{name}", count, minimum=1)
@@ -123,10 +123,10 @@ def make_plan(
     cached = own_blocks * kv_block + math.ceil(later * state)
     sequences = (room - fixed - concurrency * state) // max(cached, 1)
     if sequences < concurrency:
-        most = max((room - fixed) // (cached + state), 0)
+        limit = max((room - fixed) // (cached + state), 0)
         raise BudgetError(
             f"{memory / _GIB:.1f} GiB of GPU memory must hold {concurrency} requests at once, but "
-            f"hold {most} of {prompt + output:,} tokens, beside {shape.weight_bytes / _GIB:.1f} "
+            f"hold {limit} of {prompt + output:,} tokens, beside {shape.weight_bytes / _GIB:.1f} "
             f"GiB of weights and {reserved / _GIB:.1f} GiB for activations"
         )
     num_kv_blocks = shared_blocks + sequences * own_blocks
@@ -139,7 +139,7 @@ def make_plan(
         "num_kv_blocks": num_kv_blocks,
         "max_slots": max_slots,
     }
-    CacheConfig(**settings)  # it checks them
+    CacheConfig(**settings)  # raises if they are invalid
     return {
         "model": shape.name,
         "mamba_layers": shape.num_state_layers,
@@ -245,9 +245,9 @@ def _text_of(made: Mapping[str, Any], counts: Mapping[str, Any]) -> str:
 
 
 def _mean_checkpoints(prompt: int, output: int, block: int, matched_blocks: int) -> float:
-    """Return how many states a prompt and its answer save, on average over a block of lengths.
+    """Return the mean number of states of a prompt and its answer, over all lengths in a block.
 
-    Those of ``MegatronPlacement``, and the one that is kept of those that decoding saves.
+    They are the states of ``MegatronPlacement``, and the one that is kept of those saved in decoding.
     """
     lengths = max(prompt - block // 2, 1) + np.arange(block)
     complete, penultimate = lengths // block, (lengths - 1) // block

@@ -1,4 +1,4 @@
-"""``mamba-cache replay``: what a trace of requests would hit, under budgets and policies.
+"""``mamba-cache replay``: hit rates of a trace of requests, under budgets and policies.
 
 The package's own control plane runs without a model. Each request runs to its first token before
 the next one begins: a trace does not hold the tokens of answers.
@@ -38,11 +38,11 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def replay(options: Namespace) -> Report:
-    """Replay a trace of requests: what it hits with each policy and number of slots.
+    """Replay a trace of requests: its hit rate with each policy and number of slots.
 
     No model runs and no GPU is needed.
     """
-    [blocks] = _budgets("--kv-blocks", options.kv_blocks, most=1)
+    [blocks] = _budgets("--kv-blocks", options.kv_blocks, max_count=1)
     result = run_replay(
         read_trace(options.trace, options.limit),
         slots=_budgets("--slots", options.slots),
@@ -61,21 +61,21 @@ def run_replay(
 ) -> dict[str, Any]:
     """Replay requests, all of one block size, under every combination of policy and slots.
 
-    A budget of None never runs out. A line on stderr says every 20 seconds how far it is.
+    A budget of None never runs out. Every 20 seconds a line on stderr shows the progress.
     """
     unknown = [name for name in policies if name not in SLOT_POLICIES]
     if unknown:
         raise InvalidArgumentError(f"policies must be of {list(SLOT_POLICIES)}, got {unknown}")
     runs = [(policy, states) for policy in policies for states in slots]
     records: list[dict[str, Any]] = []
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
     for number, (policy, states) in enumerate(runs):
         config = _config(requests, states, kv_blocks)
         engine = Engine(NoModel(), config, slot_policy=SLOT_POLICIES[policy]())
         num_failed = 0
         for index, request in enumerate(requests):
-            if time.monotonic() - told_at >= _PROGRESS_SECONDS:
-                told_at = time.monotonic()
+            if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
+                reported_at = time.monotonic()
                 share = (number + index / len(requests)) / len(runs)
                 what = f"{policy}, {_budget_text(states)} slots"
                 print(f"replay: {share:.0%}, {what}", file=sys.stderr, flush=True)
@@ -105,7 +105,7 @@ def run_replay(
 def _config(
     requests: Sequence[TraceRequest], max_slots: int | None, num_kv_blocks: int | None
 ) -> CacheConfig:
-    """Return settings for requests that come one at a time; a budget of None never runs out."""
+    """Return settings for requests that run one at a time; a budget of None never runs out."""
     size = requests[0].block_size
     longest = max(request.input_length for request in requests) + 1
     names = {(request.tenant, hash_id) for request in requests for hash_id in request.hash_ids}
@@ -124,10 +124,10 @@ def _config(
 
 
 def _counts(engine: Engine, requests: Sequence[TraceRequest], num_failed: int) -> dict[str, Any]:
-    """Return what one replay counted.
+    """Return the counters of one replay.
 
-    "token_hit_rate" is the share of prompt tokens that were skipped; "kv_hit_rate" the share whose
-    KV blocks were found, an upper limit for it.
+    "token_hit_rate" is the share of prompt tokens that were skipped. "kv_hit_rate" is the share
+    whose KV blocks were found, an upper limit of "token_hit_rate".
     """
     engine.context.check_invariants()
     stats = engine.context.stats()
@@ -169,10 +169,10 @@ def _text_of(result: dict[str, Any]) -> str:
     return text
 
 
-def _budgets(option: str, text: str, *, most: int = 1_000) -> list[int | None]:
+def _budgets(option: str, text: str, *, max_count: int = 1_000) -> list[int | None]:
     parts = text.split(",")
-    if len(parts) > most or not all(part == _UNLIMITED or part.isdecimal() for part in parts):
-        many = "a number" if most == 1 else "numbers"
+    if len(parts) > max_count or not all(each == _UNLIMITED or each.isdecimal() for each in parts):
+        many = "a number" if max_count == 1 else "numbers"
         raise InvalidArgumentError(f"{option} must be {many} or {_UNLIMITED!r}, got {text!r}")
     return [None if part == _UNLIMITED else int(part) for part in parts]
 

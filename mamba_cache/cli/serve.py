@@ -21,18 +21,18 @@ OPTIONS: tuple[Option, ...] = (
     ("--kv-cache-gb", "GIB", 4.0, "budget for keys and values"),
     ("--block-size-tokens", "N", 32, "tokens of a block; states lie at block boundaries"),
     ("--max-requests", "N", 64, "requests that run at once, with --continuous-batching"),
-    ("--events-endpoint", "URL", None, "where routers hear what is cached: tcp://127.0.0.1:5557"),
-    ("--events-replay-endpoint", "URL", None, "where routers ask for what they missed"),
+    ("--events-endpoint", "URL", None, "events of the cache for routers: tcp://127.0.0.1:5557"),
+    ("--events-replay-endpoint", "URL", None, "where routers ask for events that they missed"),
     ("--host-cache-gb", "GIB", None, "budget for prefixes in host memory"),
     ("--disk-cache-path", "FOLDER", None,
-     "where prefixes outlive the server; needs --host-cache-gb"),
-    ("--disk-cache-gb", "GIB", 16.0, "what everything in that folder may take"),
+     "keeps prefixes when the server ends; needs --host-cache-gb"),
+    ("--disk-cache-gb", "GIB", 16.0, "budget for all files in that folder"),
     ("--store", "URL", None,
      "store that servers share; needs --host-cache-gb, --hash-secret-file"),
-    ("--hash-secret-file", "FILE", None, "file that holds the key of the block digests, less a "
-     "line break at its end; without a file the key is drawn"),
+    ("--hash-secret-file", "FILE", None, "file with the key of the block digests; a line break at "
+     "its end is no part of the key (default: a random key)"),
 )  # fmt: skip
-"""All but the first and the last are settings of ``serve.install``, which has others."""
+"""All but the first and the last are settings of ``serve.install``, which has more settings."""
 
 
 def serve(options: Namespace) -> None:
@@ -54,17 +54,17 @@ def serve(options: Namespace) -> None:
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
         _check_options(typer.main.get_command(server), options.others)
-        try:  # it ends the process
+        try:  # the server ends the process
             server(args=[options.model, *options.others], prog_name="mamba-cache serve")
         except MambaCacheError:
             raise
-        except (OSError, ValueError) as error:  # there is no such model to load
-            said = " ".join(str(error).split())
-            raise InvalidArgumentError(f"{options.model!r} cannot be served: {said}") from error
+        except (OSError, ValueError) as error:  # the model cannot be loaded
+            reason = " ".join(str(error).split())
+            raise InvalidArgumentError(f"{options.model!r} cannot be served: {reason}") from error
 
 
 def _check_options(command: Any, others: Sequence[str]) -> None:
-    """Refuse an option that transformers does not know and that is nearly one of ours."""
+    """Refuse an option that transformers does not know and that resembles one of ours."""
     known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
     own = [option for option, *_ in OPTIONS[1:-1]]
     for given in (each.partition("=")[0] for each in others):
@@ -74,7 +74,7 @@ def _check_options(command: Any, others: Sequence[str]) -> None:
 
 
 def _secret_in(file: Path) -> bytes:
-    """Return the secret in a file; on the command line other users of the machine could read it."""
+    """Read the secret from a file: other users of the machine can read the command line."""
     try:
         secret = file.read_bytes()
     except OSError as error:

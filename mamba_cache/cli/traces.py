@@ -1,8 +1,8 @@
-"""Traces: requests as files list them, and as tokens that share what they share.
+"""Traces: files of requests, and prompt tokens that share the same prefixes as the requests.
 
-A trace does not hold tokens. It names each run of ``block_size`` prompt tokens by an id that stands
-for the whole prefix up to its end, so two prompts share as many tokens as they have leading ids in
-common.
+A trace does not hold tokens. It names each run of ``block_size`` prompt tokens by an id, which
+stands for the whole prefix up to the run's end. So two prompts share the tokens of their common
+leading ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mamba_cache.integrations.trace import TRACE_FORMAT, TRACE_VERSION
 __all__ = ["TOKENS_PER_HASH_ID", "TraceRequest", "prompt_tokens", "read_trace"]
 
 TOKENS_PER_HASH_ID = 512
-"""Tokens that an id stands for, where the file does not say so: Mooncake's."""
+"""Tokens of an id in a file that does not give their number: Mooncake's."""
 
 _TOKEN_BITS = 17
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,9 +40,9 @@ class TraceRequest:
 
     input_length: int  # tokens of the prompt
     output_length: int  # tokens of the answer; 0 if the trace does not say
-    hash_ids: tuple[int, ...]  # of each block of the prompt; a part of a block may have none
+    hash_ids: tuple[int, ...]  # one for each block of the prompt; an incomplete one may have none
     block_size: int = TOKENS_PER_HASH_ID
-    will_continue: bool | None = None  # the hint that came with it
+    will_continue: bool | None = None  # the request's hint
     tenant: str | None = None  # the cache salt
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class TraceRequest:
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace: a file of JSON lines, which may be compressed (``.gz``).
 
-    A line is Mooncake's: an object with ``hash_ids``, ints or strings, ``input_length`` and, where
-    it is known, ``output_length``. A log of ``integrations.trace.TraceLog`` has ``will_continue``
-    and ``tenant`` as well, and begins with a line that says how many tokens an id stands for;
-    without one it is 512. Other fields are ignored, and empty lines passed over.
+    Lines have Mooncake's format: an object with ``hash_ids``, ints or strings, ``input_length``
+    and, if known, ``output_length``. A log of ``integrations.trace.TraceLog`` also has
+    ``will_continue`` and ``tenant``, and its first line gives the number of tokens of an id. The
+    default is 512. Other fields and empty lines are ignored.
 
     Raises:
         InvalidArgumentError: The file or a line cannot be read, or there is no request.
@@ -90,7 +90,7 @@ def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
     """Make the tokens of a request's prompt, [input_length] int32.
 
     Each id gives a block of tokens that look random and are always the same (SplitMix64 of their
-    number). Tokens at the end that no id names are those of the prompt's last id, one further.
+    number). Tokens at the end without an id are those of the complement of the last id.
     """
     ids, size = list(request.hash_ids), request.block_size
     if len(ids) * size < request.input_length:
@@ -104,7 +104,7 @@ def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
 
 
 def _read_lines(lines: Iterable[str]) -> Iterator[TraceRequest]:
-    numbers: dict[object, int] = {}  # of names of blocks
+    numbers: dict[object, int] = {}  # consecutive numbers of the ids in the file
     size: int | None = None
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
@@ -126,7 +126,7 @@ def _read_lines(lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 
 def _read_header(fields: dict[str, Any], size: int | None) -> int:
-    """Return the block size that a log's first line gives; all requests must have one."""
+    """Return the block size in the first line of a log; all logs of a file must have the same."""
     check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=TRACE_VERSION, maximum=TRACE_VERSION)
     given = check_int(
         "block_size_tokens", fields.get("block_size_tokens"), minimum=1, maximum=_MAX_BLOCK

@@ -1,4 +1,4 @@
-"""Mooncake Store as a store: bytes in the memory of many machines, over TCP or RDMA."""
+"""Mooncake Store as a store: blobs in the memory of many machines, over TCP or RDMA."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _INVALID_PARAMS: Final = -600
 _FAULTS: Final = {
     -200: StoreFault.FULL,
     -601: StoreFault.UNREACHABLE,  # the master was restarted and does not know this client yet
-    -703: StoreFault.MISSING,  # somebody writes it, or died while he did
+    -703: StoreFault.MISSING,  # the blob is being written, or its writer ended too early
     -704: StoreFault.MISSING,
     -706: StoreFault.LEASED,
-    -707: StoreFault.TRANSFER_FAILED,  # it may have been evicted while it was read
+    -707: StoreFault.TRANSFER_FAILED,  # the blob may have been evicted during the read
     -708: StoreFault.LEASED,
     -712: StoreFault.MISSING,
     -714: StoreFault.LEASED,
@@ -37,39 +37,39 @@ _FAULTS: Final = {
     -901: StoreFault.TIMED_OUT,
     -1010: StoreFault.UNREACHABLE,
 }
-"""What its codes mean, in 0.3.13; what is not here is rejected."""
+"""Faults by code of Mooncake 0.3.13; other codes are ``REJECTED``."""
 
 _NO_REQUEST: Final = bytes(64)
-"""A master that lives closes the connection when it reads this; one that hangs does nothing."""
+"""No valid request: a live master closes the connection when it reads this, a hung one does not."""
 
 _MAX_SECONDS: Final = 3600.0
 _REFRESH: Final = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "5"
-"""Mooncake keeps what it learnt of a peer by its address and port, for as long as the process
-lives, unless told to look again. Ports are drawn of some 2,000: sooner or later a new holder has
-that of a dead one, and everything that is sent to it fails. Read when Mooncake is loaded."""
+"""Without this variable Mooncake keeps data about a peer, by address and port, while this process
+lives. Ports are drawn from some 2,000. Sooner or later a new process has the port of a dead one,
+and all transfers to it fail. Mooncake reads the variable when it is loaded."""
 
 _LOCAL_BUFFER_BYTES: Final = 16 * 2**20
 
 
 class MooncakeStore:
-    """A ``BlobStore`` of a Mooncake master and the segments that processes give to it.
+    """A ``BlobStore`` of a Mooncake master and the memory segments of its clients.
 
-    It connects when it is made, and if the master does not answer then, at later calls. While
-    Mooncake connects, no other thread of the process runs: 0.04 to 0.4 s on loopback, 90 s if there
-    is no master, and for ever if there is one that hangs. So it is asked for a sign of life before.
+    The constructor connects. If the master does not answer then, later calls try again. While
+    Mooncake connects, no other thread of the process runs: 0.04 to 0.4 s on loopback, 90 s without
+    a master, and for ever if the master hangs. So the master is probed before.
 
-    Mooncake keeps nothing through a restart of its master, and what a process gave is gone with the
-    process. Over RDMA, buffers must lie in memory that was registered.
+    All blobs are lost when the master restarts, and a process's segment when the process ends. Over
+    RDMA, buffers must lie in registered memory.
 
     Args:
         master: "host:port" of ``mooncake_master``.
-        segment_bytes: Memory of this process that it gives to the store; 0 makes it a mere client.
+        segment_bytes: Memory that this process gives to the store; 0: the process is only a client.
         protocol: "tcp" or "rdma".
         device: The RDMA devices, such as "mlx5_0"; empty lets Mooncake choose.
         host: The name under which other processes reach this one. Default: the address from which
-            it reaches the master.
-        num_replicas: In how many segments each blob is kept.
-        connect_seconds: How long the master may take for the sign of life.
+            this process reaches the master.
+        num_replicas: Number of segments that keep each blob.
+        connect_seconds: Time limit for the master's answer to the probe.
 
     Raises:
         InvalidArgumentError: An argument is out of range.
@@ -104,7 +104,7 @@ class MooncakeStore:
         self._client: Any = None
         self._connecting = threading.Lock()
         self._last_error = ""
-        # Under the lock: after Mooncake's own close, a call of its client ends the process.
+        # Guards the fields below. A call of Mooncake's client after its close ends the process.
         self._lock = threading.Lock()
         self._num_calls = 0
         self._is_closed = False
@@ -112,7 +112,7 @@ class MooncakeStore:
         self._connected()
 
     def register(self, memory: memoryview) -> StoreFault | None:
-        """Register memory with the transfer engine, at once or as soon as there is one."""
+        """Register memory with the transfer engine, now or when the client connects."""
         address, size = _span(memory)
         with self._lock:
             if self._is_closed:
@@ -124,7 +124,7 @@ class MooncakeStore:
         return None
 
     def unregister(self, memory: memoryview) -> None:
-        """Take that back."""
+        """Unregister memory that was passed to ``register``."""
         address, _ = _span(memory)
         with self._lock:
             was_registered = self._regions.pop(address, None) is not None
@@ -141,7 +141,7 @@ class MooncakeStore:
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
-        """Store blobs; what is there stays as it is, also if it has another size."""
+        """Store blobs; a blob that is there stays as it is, even if its size differs."""
         names = list(keys)
         addresses, sizes = _spans(buffers)
         codes = self._codes(
@@ -162,14 +162,14 @@ class MooncakeStore:
         ]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Remove blobs that nobody reads: the store keeps a lease for some seconds after a read."""
+        """Remove blobs without a lease, which the store keeps for some seconds after a read."""
         names = list(keys)
         codes = self._codes(names, lambda client: client.batch_remove(names))
         faults = [self._fault_unless_0(code) for code in codes]
         return [None if fault is StoreFault.MISSING else fault for fault in faults]
 
     def health(self) -> StoreHealth:
-        """Ask the master for a key that nobody has."""
+        """Ask the master for a key that does not exist."""
         where = f"mooncake master at {self._master}, {self._protocol}"
         fault = self.exists_many(["mamba-cache-health"])[0]
         if fault is None or fault is StoreFault.MISSING:
@@ -177,13 +177,13 @@ class MooncakeStore:
         return StoreHealth(fault, f"{where}: {self._last_error}")
 
     def close(self) -> None:
-        """Leave the store, with the segment; if calls run, the last of them does it."""
+        """Leave the store and withdraw the segment; while calls run, the last does it."""
         with self._lock:
             self._is_closed = True
         self._leave_if_last()
 
     def _codes(self, names: list[str], ask: Callable[[Any], list[int]]) -> list[int | StoreFault]:
-        """Return Mooncake's code for each key, or why there is none."""
+        """Return Mooncake's code for each key, or a fault."""
         with self._lock:
             if self._is_closed:
                 return [StoreFault.CLOSED] * len(names)
@@ -203,11 +203,11 @@ class MooncakeStore:
         return [*codes]
 
     def _connected(self) -> Any:
-        """Return the client, connected now if it was not; None if that fails."""
+        """Return the client, and connect it first if needed; None if that fails."""
         with self._connecting:
             if self._client is None:
                 try:
-                    own_address = self._sign_of_life()
+                    own_address = self._probe()
                 except OSError as error:
                     self._last_error = str(error)
                     return None
@@ -230,8 +230,8 @@ class MooncakeStore:
                     self._client = client
         return self._client
 
-    def _sign_of_life(self) -> str:
-        """Return the address from which the master is reached, if it reads what it is sent."""
+    def _probe(self) -> str:
+        """Return the address from which this process reaches the master; raise if it hangs."""
         with socket.create_connection(self._address, self._connect_seconds) as probe:
             probe.sendall(_NO_REQUEST)
             with suppress(ConnectionResetError):
@@ -285,12 +285,12 @@ def _address_of(master: str) -> tuple[str, int]:
 
 
 def _span(buffer: memoryview) -> tuple[int, int]:
-    """Return where a buffer lies, and its bytes."""
+    """Return the address and the size of a buffer."""
     array = np.frombuffer(buffer, dtype=np.uint8)
     return array.ctypes.data, array.nbytes
 
 
 def _spans(buffers: Sequence[memoryview]) -> tuple[list[int], list[int]]:
-    """Return addresses and sizes."""
+    """Return the addresses and the sizes of buffers."""
     spans = [_span(buffer) for buffer in buffers]
     return [address for address, _ in spans], [size for _, size in spans]

@@ -1,4 +1,4 @@
-"""Stores by URL, as settings and command lines name them."""
+"""Stores by URL, for settings and command lines."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def open_store(url: str) -> BlobStore:
-    """Make the store that a URL names.
+    """Create the store that a URL names.
 
     ``mooncake://HOST:PORT`` (the master; extra ``mooncake``), with the options ``segment`` (memory
-    that this process gives, such as ``4GiB``), ``protocol`` (``tcp``, ``rdma``), ``device``,
-    ``host``, ``replicas`` and ``connect`` (seconds).
+    that this process gives to the store, such as ``4GiB``), ``protocol`` (``tcp``, ``rdma``),
+    ``device``, ``host``, ``replicas`` and ``connect`` (seconds).
 
     ``valkey://[USER[:PASSWORD]@]HOST[:PORT][/DB]``, or ``valkeys://`` with TLS; ``redis://`` and
-    ``rediss://`` are the same. Options: ``password_env`` (the variable of the environment that
-    holds the password, so that no URL does), ``timeout`` and ``ttl`` (seconds), and for TLS the
-    files ``ca``, ``cert`` and ``key``.
+    ``rediss://`` are the same. Options: ``password_env`` (the environment variable that holds the
+    password, to keep it out of the URL), ``timeout`` and ``ttl`` (seconds), and for TLS the files
+    ``ca``, ``cert`` and ``key``.
 
     Args:
-        url: As above. Options follow a ``?``, divided by ``&``.
+        url: One of the above. Options follow a ``?``, separated by ``&``.
 
     Raises:
-        InvalidArgumentError: It is no such URL; the message holds no password.
+        InvalidArgumentError: The URL is of another form; the message contains no password.
         MissingExtraError: Mooncake is not installed.
     """
-    if not isinstance(url, str):  # and it may hold a password
+    if not isinstance(url, str):  # not shown, because it may contain a password
         raise InvalidArgumentError(f"store must be a str, got {type(url).__name__}")
     try:
         parts, port = _split(url)
-    except ValueError:  # whose words may hold the password
+    except ValueError:  # its message may contain the password
         raise InvalidArgumentError(
             "the store's URL must be SCHEME://[USER:PASSWORD@]HOST[:PORT][/DB], its port up to "
             "65535, with % / ? # [ ] and @ in user and password written as %25, %2F and so on"
@@ -52,7 +52,7 @@ def open_store(url: str) -> BlobStore:
         raise InvalidArgumentError(f"a store must be one of {known}")
     make, allowed = _SCHEMES[parts.scheme]
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if options.keys() - allowed:  # whose names may be part of a password
+    if options.keys() - allowed:  # not shown: part of a password may be taken for an option
         raise InvalidArgumentError(
             f"{parts.scheme}:// has no other options than {', '.join(allowed)}"
         )
@@ -60,7 +60,7 @@ def open_store(url: str) -> BlobStore:
 
 
 def _split(url: str) -> tuple[SplitResult, int | None]:
-    """Divide a URL, and read its port."""
+    """Split a URL; return its parts and port."""
     parts = urlsplit(url)
     names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
     if any("@" in part for part in (parts.path, parts.fragment, *names)):
@@ -158,4 +158,4 @@ _SCHEMES: Final[dict[str, tuple[_Maker, tuple[str, ...]]]] = {
     "redis": (_valkey, _OF_VALKEY),
     "rediss": (_valkey, _OF_TLS),
 }
-"""What makes the store of a scheme, and the options that it knows."""
+"""The constructor of each scheme's store, and the options that the scheme has."""

@@ -21,7 +21,7 @@ __all__ = ["ValkeyStore"]
 _Answer = TypeVar("_Answer")
 
 _CUTOFF_BYTES: Final = 6000
-"""Arguments that are longer are sent without a copy."""
+"""Longer arguments are sent without a copy."""
 
 _MAX_SECONDS: Final = 3600.0
 
@@ -34,26 +34,25 @@ _FAULTS: Final = {
     "ConnectionError": StoreFault.UNREACHABLE,
     "OSError": StoreFault.UNREACHABLE,
 }
-"""By the exceptions of redis-py, and of those that an exception is of the first one here."""
+"""Faults by exception class of redis-py; of an exception's classes the first one here counts."""
 
 
 class ValkeyStore(BlobStore):
     """A ``BlobStore`` in a Valkey or Redis server. Connections are made when they are needed.
 
-    Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` in the server: nothing else bounds what
-    it keeps. Clusters are not supported; their redirections are ``REJECTED``.
+    Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` in the server: nothing else bounds the
+    memory of the blobs. Clusters are not supported; their redirections are ``REJECTED``.
 
     Args:
         host: The server's name or address.
-        port: Its port.
-        db: The number of its database.
-        username: For AUTH. Default: the server's default user.
-        password: For AUTH. Default: none is sent.
-        tls: A context with which connections are made, such as ``ssl.create_default_context()``.
-            Default: no TLS.
-        timeout_seconds: How long a connection, sending one blob, or the server's silence within a
-            call may take before the keys that are left are ``TIMED_OUT``.
-        ttl_seconds: After how long a blob goes by itself, in whole seconds. Default: never.
+        port: The server's port.
+        db: The number of the database.
+        username: User for AUTH. Default: the server's default user.
+        password: Password for AUTH. Default: none is sent.
+        tls: Context of TLS connections, such as ``ssl.create_default_context()``. Default: no TLS.
+        timeout_seconds: Limit for connecting, for sending one blob, and for the server's silence
+            within a call. After it the remaining keys of the call are ``TIMED_OUT``.
+        ttl_seconds: Whole seconds after which a blob expires. Default: never.
 
     Raises:
         InvalidArgumentError: An argument is out of range.
@@ -92,7 +91,7 @@ class ValkeyStore(BlobStore):
         self._redis = _load()
         own = self._redis.connection
         encode = own.Encoder("utf-8", "strict", decode_responses=False).encode
-        # That of hiredis copies each blob twice: it writes a third as much in a second.
+        # The packer of hiredis copies each blob twice, and writes a third as much in a second.
         options["command_packer"] = own.PythonRespSerializer(_CUTOFF_BYTES, encode)
         self._pool = self._redis.ConnectionPool(_connection_class(self._redis, tls), **options)
         self._where = f"valkey at {host}:{port}, db {db}"
@@ -101,7 +100,7 @@ class ValkeyStore(BlobStore):
         self._last_error = ""
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Ask EXISTS of each key."""
+        """Send EXISTS for each key."""
 
         def judge(index: int, number: object) -> StoreFault | None:
             if number == 1:
@@ -113,15 +112,15 @@ class ValkeyStore(BlobStore):
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
-        """SET each key that is not there."""
+        """Send SET NX for each key."""
         pairs = zip(keys, buffers, strict=True)
         commands = [("SET", key, buffer.cast("B"), *self._options) for key, buffer in pairs]
-        return self._call(commands, _nothing)
+        return self._call(commands, _no_fault)
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
-        """GET each key into its buffer, if STRLEN says that it fits: nothing else is received."""
+        """Send GET for each key whose STRLEN fits its buffer, so that no other blob is received."""
         views = [buffer.cast("B") for buffer in buffers]
 
         def measure(index: int, size: object) -> int | StoreFault:
@@ -133,7 +132,7 @@ class ValkeyStore(BlobStore):
 
         def fill(index: int, blob: object) -> int | StoreFault:
             view = views[fits[index]]
-            if blob is None:  # removed since
+            if blob is None:  # removed after STRLEN
                 return StoreFault.MISSING
             if not isinstance(blob, bytes) or len(blob) > len(view):
                 return StoreFault.REJECTED
@@ -147,23 +146,23 @@ class ValkeyStore(BlobStore):
         return [by_index.get(i, answer) for i, answer in enumerate(answers)]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """UNLINK each key."""
-        return self._call([("UNLINK", key) for key in keys], _nothing)
+        """Send UNLINK for each key."""
+        return self._call([("UNLINK", key) for key in keys], _no_fault)
 
     def health(self) -> StoreHealth:
-        """Ask PING; say which server it is."""
-        [fault] = self._call([("PING",)], _nothing)
+        """Send PING; the detail names the server."""
+        [fault] = self._call([("PING",)], _no_fault)
         return StoreHealth(fault, f"{self._where}: {self._last_error}" if fault else self._where)
 
     def close(self) -> None:
-        """Close connections; those of calls that run now are closed when these end."""
+        """Close idle connections; the others are closed when their calls end."""
         self._is_closed = True
         self._pool.disconnect(inuse_connections=False)
 
     def _call(
         self, commands: Sequence[tuple[Any, ...]], take: Callable[[int, Any], _Answer]
     ) -> list[_Answer | StoreFault]:
-        """Send commands, and take the answer of each; what is an error is a fault."""
+        """Send commands; return the result of ``take`` for each answer, a fault for each error."""
         answers: list[_Answer | StoreFault] = []
         if self._is_closed:
             self._last_error = "the store is closed"
@@ -190,29 +189,29 @@ class ValkeyStore(BlobStore):
     def _read(
         self, connection: Any, take: Callable[[Any], _Answer | StoreFault]
     ) -> _Answer | StoreFault:
-        """Read one answer, which may be an error; the connection goes on."""
+        """Read one answer; after an answer that is an error the connection goes on."""
         try:
             return take(connection.read_response())
         except self._redis.ResponseError as error:
             return self._fault_of(error)
 
     def _fault_of(self, error: Exception) -> StoreFault:
-        """Say what an exception means, and keep its words, but for those that may hold a secret."""
+        """Return the fault of an exception; keep its message unless that may contain a secret."""
         names = [each.__name__ for each in type(error).__mro__]
         fault = next((_FAULTS[name] for name in _FAULTS if name in names), StoreFault.REJECTED)
         if isinstance(error.__context__, ssl.SSLError):
             is_end = isinstance(error.__context__, ssl.SSLEOFError)
             fault = StoreFault.UNREACHABLE if is_end else StoreFault.DENIED
         self._last_error = str(error)
-        are_its_own = type(error) in {self._redis.ConnectionError, self._redis.TimeoutError}
-        if self._has_secret and not are_its_own:
+        is_of_redis_py = type(error) in {self._redis.ConnectionError, self._redis.TimeoutError}
+        if self._has_secret and not is_of_redis_py:
             # A server that does not know AUTH repeats its arguments.
             self._last_error = f"{type(error).__name__} (the server's words may hold the password)"
         return fault
 
 
-def _nothing(index: int, answer: object) -> None:
-    """Take an answer that says nothing more than that there is no error."""
+def _no_fault(index: int, answer: object) -> None:
+    """Return None for an answer that is no error."""
 
 
 def _load() -> Any:
