@@ -247,7 +247,7 @@ def _text_of(made: Mapping[str, Any], counts: Mapping[str, Any]) -> str:
 def _mean_checkpoints(prompt: int, output: int, block: int, matched_blocks: int) -> float:
     """Return the mean number of states of a prompt and its answer, over all lengths in a block.
 
-    They are the states of ``MegatronPlacement``, and the one that is kept of those saved in decoding.
+    They are the states of ``MegatronPlacement``, and one of the states that decoding saves.
     """
     lengths = max(prompt - block // 2, 1) + np.arange(block)
     complete, penultimate = lengths // block, (lengths - 1) // block
