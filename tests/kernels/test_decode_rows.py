@@ -21,6 +21,12 @@ def kernels(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def device(kernels, device):
+    """The kernels in numpy are for the CPU alone."""
+    return torch.device("cpu") if kernels is decode_numpy else device
+
+
 @dataclass
 class Case:
     """A step over rows of which the device alone knows how far they are."""
