@@ -2,11 +2,10 @@
 
 from mamba_cache.cache.sequence import MissReason, PrefixMatch, Request
 from mamba_cache.context.context import DynamicInferenceContext
-from mamba_cache.context.memory import Pin
+from mamba_cache.context.memory import CacheStats, Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
 from mamba_cache.context.requests import Admission, PreparedRequest, RequestStatus
 from mamba_cache.context.speculation import DeviceTokens
-from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import CapturedExtractions, Forks, ScheduledRequest, Step
 from mamba_cache.context.verification import (
     HitToVerify,

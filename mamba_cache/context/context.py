@@ -41,7 +41,7 @@ from mamba_cache.cache.sequence import (
     check_positions,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.memory import CacheMemory, Pin
+from mamba_cache.context.memory import CacheMemory, CacheStats, Pin
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -59,7 +59,6 @@ from mamba_cache.context.speculation import (
     check_sampled,
     send_to_host,
 )
-from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import (
     CapturedExtractions,
     Drafts,
