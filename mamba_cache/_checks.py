@@ -184,8 +184,7 @@ def as_ids(
     error: type[MambaCacheError] = InvalidArgumentError,
 ) -> list[int]:
     """Return ints of any kind as a list of plain ints, each in [start, stop)."""
-    is_plain = type(values) in _PLAIN and _ONLY_INTS.issuperset(map(type, values))
-    ids = list(values) if is_plain else as_ints(name, values)
+    ids = as_ints(name, values)
     if ids and (min(ids) < start or max(ids) >= stop):
         wrong = [number for number in ids if not start <= number < stop]
         raise error(f"{name} must be in [{start}, {stop}), got {wrong}")
