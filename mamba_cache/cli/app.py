@@ -28,7 +28,7 @@ COMMANDS = {
     "replay": "Replay a trace of requests: its hit rate with each policy and number of slots.",
     "serve": "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
 }
-"""The first line of each command's docstring; its module has its name."""
+"""Commands, with the first lines of their docstrings; each command has a module of its name."""
 
 _CANNOT_RUN = (InvalidArgumentError, MissingExtraError, UnsupportedVersionError)
 """Errors of exit code 2: the command was called wrongly. A ``BudgetError`` has exit code 1."""

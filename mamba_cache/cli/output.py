@@ -9,7 +9,7 @@ __all__ = ["Option", "Report", "size_text", "table"]
 
 
 Option: TypeAlias = tuple[str, str, Any, str]
-"""An option of a command: name, unit, default and help. One without dashes is an argument."""
+"""An option of a command: name, unit, default and help. A name without dashes is an argument."""
 
 
 class Report(NamedTuple):

@@ -52,7 +52,7 @@ def with_secret(
         return config
     if agreement is not None:
         raise InvalidArgumentError(
-            "hash_secret must be given to ranks with a disk cache: each would draw another one"
+            "hash_secret must be given to ranks with a disk cache: each would draw its own"
         )
     return replace(config, hash_secret=cache_secret(config.disk_cache_path))
 
@@ -103,7 +103,7 @@ def open_lower_tiers(
         if identity is None and getattr(config, name) is not None:
             raise InvalidArgumentError(
                 f"{name} needs identity (tiers.ModelIdentity): other processes use its entries, "
-                "and nothing else says which model and weights they are of"
+                "and only the identity names their model and weights"
             )
     if identity is None:
         return None, None

@@ -97,7 +97,7 @@ class Tiering:
     A spill holds no lease on the GPU. Its copy is discarded if the slot or block was freed in the
     meantime. So no allocation waits for a copy, and none fails because of one.
 
-    A host policy that knows prompts has a say in which states are saved. A state that is worth a
+    A host policy that knows prompts helps to choose the states to save. A state that is worth a
     row but no slot still gets a slot (``wants``), which is evicted first. The slot is pinned until
     its copy is done. At most half of all slots are pinned.
 
@@ -106,8 +106,8 @@ class Tiering:
 
     Each rank has tiers of its own, whose contents differ. All ranks decide together where a request
     resumes and whether its load succeeded. With several ranks nothing else here changes what is on
-    the GPU: the host policy has no say in which states are saved, and no slot is pinned, because
-    the worth of a row and the end of a copy differ between ranks.
+    the GPU: the host policy does not choose states, and no slot is pinned, because the worth of a
+    row and the end of a copy differ between ranks.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Tiering:
         self.identify(identity)
         self._secret = config.hash_secret or os.urandom(32)
         self._has_kv = bool(tensors[EntryKind.KV])
-        # A caller that waits for its copies passes no requests on to a policy.
+        # A caller that waits for its copies never passes requests to this policy.
         knows_prompts = isinstance(slots.policy, AdaptiveSlotPolicy) and not is_waited_for
         policy = AdaptiveSlotPolicy() if knows_prompts else None
         self.host, self.transfers = make_host_tier(config, tensors, device, policy)

@@ -222,7 +222,7 @@ class MooncakeStore:
                     self._master,
                 )
                 if code != 0:
-                    self._last_error = f"setup answers {code}; its log on stderr says why"
+                    self._last_error = f"setup answers {code}; its log on stderr has the reason"
                     return None
                 with self._lock:
                     for address, size in self._regions.items():

@@ -106,16 +106,14 @@ def _password(parts: SplitResult, options: dict[str, str]) -> str | None:
     if variable is None:
         return unquote(parts.password) if parts.password else None
     if variable not in os.environ:
-        raise InvalidArgumentError(
-            "the environment has no variable of the name that password_env gives"
-        )
+        raise InvalidArgumentError("the environment has no variable of the name in password_env")
     return os.environ[variable]
 
 
 def _tls(options: dict[str, str]) -> ssl.SSLContext:
     certificate, key = options.get("cert"), options.get("key")
     if key and not certificate:
-        raise InvalidArgumentError("the store's key needs a cert that it is of")
+        raise InvalidArgumentError("the store's key needs a cert option as well")
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
         if certificate:

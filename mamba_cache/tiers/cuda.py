@@ -28,7 +28,7 @@ PIECE_BYTES = 2**25
 forward beside it. Kernels that run all the time would slow the forward more. Each piece costs the
 link about 4 us."""
 
-_SMALLEST = 8
+_MIN_PIECE_DIVISOR = 8
 """The smallest pieces have 1/n of the bytes of the largest."""
 
 _PORTABLE, _MAPPED = 1, 2  # mapped, because kernels read and write the checksums in rows
@@ -261,13 +261,13 @@ class _Piece(NamedTuple):
 
 
 def _pieces(groups: Sequence[_Piece], piece_bytes: int) -> Iterator[_Piece]:
-    """Cut copies into pieces, smaller ones at the end: a load ends with a piece's comparison."""
-    smallest = piece_bytes // _SMALLEST
+    """Cut copies into pieces, smaller ones at the end: a load ends with its last comparison."""
+    min_bytes = piece_bytes // _MIN_PIECE_DIVISOR
     left = sum(len(order) * entries.num_bytes for entries, _, order, *_ in groups)
     for entries, which, order, *_ in groups:
         index = line = 0
         while index < len(order):
-            max_bytes = max(smallest, min(piece_bytes, left // 2))
+            max_bytes = max(min_bytes, min(piece_bytes, left // 2))
             count, lines = 1, None
             if not line and entries.num_bytes <= max_bytes:
                 count = min(max_bytes // max(entries.num_bytes, 1), len(order) - index)
@@ -283,7 +283,7 @@ def _pieces(groups: Sequence[_Piece], piece_bytes: int) -> Iterator[_Piece]:
             index += 0 if line else count
 
 
-class _Way:
+class _Direction:
     """One direction of the link."""
 
     def __init__(self, copy: _Rectangles, device: torch.device) -> None:
@@ -343,8 +343,8 @@ class CudaTransfers:
             for kind, rows in sorted(memory.items(), key=lambda each: each[0] is EntryKind.KV)
             if rows.num_rows
         }
-        self._spilling = _Way(cuda_rectangles(to_device=False), device)
-        self._loading = _Way(cuda_rectangles(to_device=True), device)
+        self._spilling = _Direction(cuda_rectangles(to_device=False), device)
+        self._loading = _Direction(cuda_rectangles(to_device=True), device)
         self._now, self._summed = _event(), _event()
 
     def spill(self, jobs: Sequence[CopyJob]) -> CudaTicket:

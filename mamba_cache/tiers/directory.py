@@ -204,7 +204,7 @@ def folders(path: Path) -> list[CacheFolder]:
     found = []
     for name in names:
         if name.startswith(_PREFIX):
-            with suppress(OSError, InvalidArgumentError):  # deleted meanwhile, or not listed
+            with suppress(OSError, InvalidArgumentError):  # deleted meanwhile, or another folder
                 found.append(_look_at(path / name))
     return sorted(found, key=lambda folder: (folder.used_at, folder.path))
 
@@ -305,12 +305,12 @@ def _check_owner(fd: int, path: Path, *, mode: str) -> None:
     if found.st_uid != user:
         raise InvalidArgumentError(
             f"disk_cache_path: {path} belongs to user {found.st_uid} and not to this process's "
-            f"user {user}, who could read and change what is cached: chown it, or give another path"
+            f"user {user}, who could read and change the cache: chown it, or give another path"
         )
     if found.st_mode & 0o077:
         raise InvalidArgumentError(
             f"disk_cache_path: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may "
-            f"read or change what is cached: chmod {mode} it, or give another path"
+            f"read or change the cache: chmod {mode} it, or give another path"
         )
 
 

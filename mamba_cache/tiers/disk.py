@@ -109,12 +109,12 @@ class DiskStore(BlobStore):
     ) -> list[StoreFault | None]:
         """Write the file of one entry: its chunks and, last, its header. One thread at a time.
 
-        The file is not flushed: one that a power cut damaged is refused when it is read. A fault
-        is the answer for the header.
+        The file is not flushed: a file that a power cut damaged is refused when it is read. Only
+        the header's answer can be a fault.
         """
         entry = keys[-1]
         with self._lock:
-            is_there = entry in self._entries  # then nothing is overwritten
+            is_there = entry in self._entries  # an entry is not overwritten
         fault: StoreFault | None = None
         if not is_there and time.monotonic() < self._full_until:
             fault = StoreFault.DISK_FULL

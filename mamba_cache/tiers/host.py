@@ -29,7 +29,7 @@ class TierStats:
         is_healthy: Whether the tier takes calls now.
         entries: Entries that can be found now, by kind: "kv" and "state".
         rows: Number of rows once all memory is there, by kind.
-        ready_rows: Rows that can be used now, by kind: memory is pinned bit by bit.
+        ready_rows: Rows that can be used now, by kind: memory is pinned slab by slab.
         row_bytes: Bytes of one row or file, by kind.
         loads: Entries requested.
         restored: Entries that were read by a hit and verified.

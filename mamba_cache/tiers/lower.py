@@ -225,7 +225,7 @@ class LowerTier:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this is a forked process: without threads, and its lock may be held."""
+        """Whether this process is a fork: it has no threads, and the lock may be held for ever."""
         return os.getpid() != self._pid
 
     @property
@@ -526,7 +526,7 @@ class LowerTier:
             self._workers.append(worker)
 
     def _abandon_overdue(self) -> list[Job]:
-        """Abandon all overdue calls; return the jobs that end with this."""
+        """Abandon all overdue calls; return the jobs that this ends."""
         now = time.monotonic()
         ready: list[Job] = []
         for worker in list(self._workers):
@@ -540,7 +540,7 @@ class LowerTier:
         return ready
 
     def _drop(self, *queues: dict[Verb, deque[Call]]) -> list[Job]:
-        """Drop queued calls, except a disk's removals; return the jobs that end with this."""
+        """Drop queued calls, except a disk's removals; return the jobs that this ends."""
         failure = _ABORTED if self._is_closing else (Refusal.IO_ERROR, "unhealthy")
         calls: list[Call] = []
         for verb in Verb:
@@ -550,7 +550,7 @@ class LowerTier:
         return self._answer(calls, [failure] * len(calls))
 
     def _answer(self, calls: Sequence[Call], answers: Sequence[Any]) -> list[Job]:
-        """Store the answers of calls; return the jobs that have no call left, for ``_advance``."""
+        """Set the answers of calls; return the jobs without open calls, for ``_advance``."""
         ready = []
         for call, answer in zip(calls, answers, strict=True):
             call.answer, job = answer, call.job
@@ -737,11 +737,11 @@ class LowerTier:
         self._advance(ready)
         if should_warn:
             _log.warning(
-                "%s: %s does not answer (%s). Requests go on without it, and it is asked again%s",
+                "%s: %s does not answer (%s). Requests go on without it, and it is tried again%s",
                 self.name,
                 self.store.name,
                 faults,
-                "; open_store(URL).health() says what is wrong" if self._disk is None else "",
+                "; open_store(URL).health() shows the cause" if self._disk is None else "",
             )
 
     def _run(self, worker: _Worker, calls: Sequence[Call]) -> Sequence[Any]:

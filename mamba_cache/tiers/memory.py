@@ -88,9 +88,9 @@ def plain_slab(num_bytes: int) -> torch.Tensor:
 class Pinner:
     """Makes pinned slabs in threads of its own, so that callers need not wait.
 
-    Memory is in huge pages where the system has them. It is touched before it is pinned, by many
-    threads at once: the driver alone would touch page by page, which takes many times as long. The
-    next slabs are touched while one is pinned.
+    Slabs are in huge pages where the system has them. Many threads touch a slab before its pinning:
+    the driver alone would touch page by page, which takes many times as long. The next slabs are
+    touched while one is pinned.
     """
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:

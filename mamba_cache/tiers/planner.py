@@ -45,7 +45,7 @@ class LoadPlanner:
         learns: Whether measurements change the rates.
 
     Attributes:
-        rates: Present rates.
+        rates: The rates in use now.
 
     Raises:
         InvalidArgumentError: A rate is not a finite number above 0, or the latency is below 0.
