@@ -19,7 +19,11 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers_rig import BLOCK, VOCABULARY, Ear
 
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, Sampler, uniforms
+from mamba_cache.integrations.transformers.batching.answers import (
+    AnswerSettings,
+    choose_tokens,
+    uniforms,
+)
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -71,12 +75,11 @@ def test_draws_follow_the_librarys_probabilities(generator, together):
     """Of many draws each token comes as often as its probability says, other rows or not."""
     count = 4000
     logits = torch.randn(len(LIMITS), 13, generator=generator) * 2
-    sampler = Sampler(torch.device("cpu"))
     rows = [settings(**changes) for changes, _ in LIMITS.values()]
     groups = [list(range(len(rows)))] if together else [[index] for index in range(len(rows))]
     for group in groups:
         requests = [drawing(rows[i], seed=7, number=n) for n in range(count) for i in group]
-        chosen = sampler.choose(logits[group].repeat(count, 1), requests).view(count, len(group))
+        chosen = choose_tokens(logits[group].repeat(count, 1), requests).view(count, len(group))
         for column, index in enumerate(group):
             expected = librarys_shares(logits[index : index + 1], *[*LIMITS.values()][index][1])[0]
             found = torch.bincount(chosen[:, column], minlength=13) / count
@@ -93,7 +96,7 @@ def test_rows_that_draw_and_rows_that_do_not(generator, limit):
     logits = torch.randn(30, 50, generator=generator)
     requests = [drawing(settings(is_greedy=True), 0, n) for n in range(28)]
     requests += [None, drawing(settings(top_k=limit), 3, 1)]
-    chosen = Sampler(torch.device("cpu")).choose(logits, requests)
+    chosen = choose_tokens(logits, requests)
     likeliest = logits.argmax(-1)
     assert chosen[:28].tolist() == likeliest[:28].tolist()
     assert limit == 0 or chosen[29] == likeliest[29]
@@ -101,13 +104,13 @@ def test_rows_that_draw_and_rows_that_do_not(generator, limit):
 
 def test_a_row_without_limits_draws_the_same_beside_one_with_limits(generator):
     """Beside those its tokens were sorted before the draw: the same seed gave other tokens."""
-    logits, sampler = torch.randn(40, 50, generator=generator), Sampler(torch.device("cpu"))
+    logits = torch.randn(40, 50, generator=generator)
     free = [drawing(settings(temperature=2.0), 3, number) for number in range(40)]
     mixed = [drawing(settings(top_k=5), 4, n) if n % 2 else free[n] for n in range(40)]
-    alone = sampler.choose(logits, free)
-    beside = sampler.choose(logits, mixed)
+    alone = choose_tokens(logits, free)
+    beside = choose_tokens(logits, mixed)
     assert beside[::2].tolist() == alone[::2].tolist()
-    assert beside[1::2].tolist() == sampler.choose(logits[1::2], mixed[1::2]).tolist()
+    assert beside[1::2].tolist() == choose_tokens(logits[1::2], mixed[1::2]).tolist()
 
 
 def test_uniform_numbers_are_those_of_seed_and_number():

@@ -370,7 +370,7 @@ class Generation:
         if row.kept is None or row.kept.num_tokens > len(row.prompt.tokens) + len(answer):
             return
         record = row.record.fork(answer, row.kept.num_tokens)
-        record.publish(replace(row.kept, tokens=memory.tokens), row.kept.num_tokens)
+        record.publish(replace(row.kept, tokens=memory.tokens))
         record.close()
 
     def _read_columns(self, end: int) -> None:

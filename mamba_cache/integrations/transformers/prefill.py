@@ -107,7 +107,7 @@ class Prefiller:
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start
-            record.publish(read_layers(cache, self._store.layout.layers, end), end)
+            record.publish(read_layers(cache, self._store.layout.layers, end))
         return logits[:, -1]
 
     def _capturing(
@@ -117,7 +117,8 @@ class Prefiller:
         inside = [position for position in record.positions if start < position < end]
         if not inside or self._capture is None:  # without capture a cut was dropped there
             return nullcontext(())
-        rooms = record.reserve_states(inside)
+        room, slots = self._store.tensors.room, record.reserve_states(inside)
+        rooms = {position: room(slot, position) for position, slot in slots.items()}
         return self._capture.during(cache, start, end - start, rooms) if rooms else nullcontext(())
 
     def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:

@@ -269,22 +269,25 @@ class SequenceRecord:
         dtypes = self._store.live_dtypes.get(self.sequence.request.lora_id)
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
-    def reserve_states(self, positions: Collection[int]) -> dict[int, SequenceMemory]:
-        """Take slots for states that the next forward is to write, and return their tensors.
+    def reserve_states(self, positions: Collection[int]) -> dict[int, int]:
+        """Take slots for states at positions, multiples of the block size; return them.
 
-        Positions are multiples of the block size. What has a state already, or no room, is passed
-        over.
+        What has a state already, or no room, is passed over.
         """
         self._hold_up_to(max(positions) // self._size)
         where = [p for p in sorted(positions) if p // self._size <= len(self._blocks)]
-        blocks = [self._blocks[p // self._size - 1] for p in where]
+        # Another sequence may have published the same block.
+        digests, find_block = self.sequence.chain.digests, self._store.kv_blocks.find_block
+        ends = [p // self._size - 1 for p in where]
+        known = [find_block(digests[end]) for end in ends]
+        blocks = [self._blocks[i] if k is None else k for i, k in zip(ends, known, strict=True)]
         reserved = self._store.index.reserve([(self.sequence, where, blocks)])
         kept = [checkpoint for checkpoint in reserved if checkpoint is not None]
         self._reserved += kept
-        return {position: self._store.tensors.room(slot, position) for position, slot, _ in kept}
+        return {position: slot for position, slot, _ in kept}
 
-    def publish(self, memory: SequenceMemory, num_tokens: int) -> None:
-        """Copy what is new of ``num_tokens`` tokens into blocks and a slot, and make it findable.
+    def publish(self, memory: SequenceMemory) -> None:
+        """Copy what is new of a sequence into blocks and a slot, and make it findable.
 
         If there is no room, what comes first is kept and the rest is passed over. Reserved slots
         that were not captured are given back. The states in ``memory``, those after its last token,
@@ -292,7 +295,7 @@ class SequenceRecord:
         """
         try:
             if self._can_be_kept(memory):
-                self._publish(memory, num_tokens)
+                self._publish(memory)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._store.slots.skipped_checkpoints_total += 1
         if self._reserved:
@@ -307,32 +310,21 @@ class SequenceRecord:
         if self._store.tiers is not None:
             self._store.tiers.spill()
 
-    def _publish(self, memory: SequenceMemory, num_tokens: int) -> None:
-        sequence, tensors, index = self.sequence, self._store.tensors, self._store.index
-        first, last = sequence.num_published, num_tokens // self._size
+    def _publish(self, memory: SequenceMemory) -> None:
+        sequence, tensors, end = self.sequence, self._store.tensors, memory.num_tokens
+        first, last = sequence.num_published, end // self._size
         self._hold_up_to(last)
-        blocks = self._blocks[first:last]
+        blocks, positions = self._blocks[first:last], {*self.captured}
         if blocks:
-            end = first + len(blocks)
-            tensors.save_tokens(blocks, memory, first * self._size, end * self._size)
-        self._publish_written(blocks, self.captured)
-        last = min(last, sequence.num_published)
-        if last * self._size != memory.num_tokens or memory.num_tokens not in self.positions:
-            return
-        block = self._store.kv_blocks.find_block(sequence.chain.digests[last - 1])
-        if block is None:
-            return
-        [checkpoint] = index.reserve([(sequence, [memory.num_tokens], [block])])
-        if checkpoint is not None:
-            self._reserved.append(checkpoint)
-            tensors.save_state(checkpoint.slot, memory)
-            self._publish_written([], (checkpoint.position,))
-
-    def _publish_written(self, blocks: list[int], positions: Collection[int]) -> None:
-        """Publish blocks, and the states at positions that were reserved for them."""
+            stop = first + len(blocks)
+            tensors.save_tokens(blocks, memory, first * self._size, stop * self._size)
+        if end in self.positions and not end % self._size:
+            for position, slot in self.reserve_states([end]).items():
+                tensors.save_state(slot, memory)
+                positions.add(position)
         written = [c for c in self._reserved if c.position in positions]
         self._reserved = [each for each in self._reserved if each not in written]
-        self._store.index.publish([(self.sequence, blocks, written)])
+        self._store.index.publish([(sequence, blocks, written)])
 
     def _cancel_reserved(self) -> None:
         # First: an exception on the way leaves a reservation to be taken back, and none twice.

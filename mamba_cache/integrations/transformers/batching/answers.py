@@ -27,7 +27,7 @@ from mamba_cache.integrations.transformers.options import (
     read_answer_config,
 )
 
-__all__ = ["AnswerSettings", "AnswerSettingsReader", "BatchRequest", "Sampler", "uniforms"]
+__all__ = ["AnswerSettings", "AnswerSettingsReader", "BatchRequest", "choose_tokens", "uniforms"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -290,39 +290,33 @@ def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> 
     return numbers_in_53_bits / 2.0**53
 
 
-class Sampler:
-    """Chooses tokens; nothing waits for the device."""
+def choose_tokens(logits: torch.Tensor, requests: Sequence[BatchRequest | None]) -> torch.Tensor:
+    """Choose the next token of each row's request, if it has one, by [rows, vocabulary] logits.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def choose(self, logits: torch.Tensor, requests: Sequence[BatchRequest | None]) -> torch.Tensor:
-        """Choose the next token of each row's request, if it has one, by [rows, vocabulary] logits.
-
-        Return [rows] int64 on the device.
-        """
-        if all(one is None or one.settings.is_simple for one in requests):
-            return logits.argmax(-1)
-        scores = logits.float()
-        special = [(i, one) for i, one in enumerate(requests) if one and one.processors is not None]
-        if special:
-            scores = scores.clone()
-            for index, one in special:
-                ids = torch.tensor([[*one.prompt, *one.answer]], device=self._device)
-                try:
-                    scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
-                except Exception as error:  # of this request alone: the others go on
-                    one.refuse(error)
-        greedy, settings = scores.argmax(-1), [one.settings if one else None for one in requests]
-        are_greedy = [one is None or one.is_greedy for one in settings]
-        if all(are_greedy):
-            return greedy
-        seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
-        counts = [len(one.answer) + one.num_late if one else 0 for one in requests]
-        numbers = np.array(counts, dtype=np.uint64)
-        uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
-        is_greedy = to_device(torch.tensor(are_greedy, device="cpu"), self._device)
-        return torch.where(is_greedy, greedy, _draw(scores, settings, uniform))
+    Return [rows] int64 on the device, for which nothing waits.
+    """
+    if all(one is None or one.settings.is_simple for one in requests):
+        return logits.argmax(-1)
+    scores = logits.float()
+    special = [(i, one) for i, one in enumerate(requests) if one and one.processors is not None]
+    if special:
+        scores = scores.clone()
+        for index, one in special:
+            ids = torch.tensor([[*one.prompt, *one.answer]], device=logits.device)
+            try:
+                scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
+            except Exception as error:  # of this request alone: the others go on
+                one.refuse(error)
+    greedy, settings = scores.argmax(-1), [one.settings if one else None for one in requests]
+    are_greedy = [one is None or one.is_greedy for one in settings]
+    if all(are_greedy):
+        return greedy
+    seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
+    counts = [len(one.answer) + one.num_late if one else 0 for one in requests]
+    numbers = np.array(counts, dtype=np.uint64)
+    uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), logits.device)
+    is_greedy = to_device(torch.tensor(are_greedy, device="cpu"), logits.device)
+    return torch.where(is_greedy, greedy, _draw(scores, settings, uniform))
 
 
 def _draw(

@@ -38,7 +38,7 @@ from mamba_cache.errors import (
 from mamba_cache.integrations.transformers.batching.answers import (
     AnswerSettings,
     BatchRequest,
-    Sampler,
+    choose_tokens,
 )
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
@@ -191,7 +191,6 @@ class Batcher:
             capture=capture,
         )
         self._sizes = padded_sizes(config.max_requests)
-        self._sampler = Sampler(self.context.device)
         self._scheduler: Scheduler[BatchRequest] = Scheduler(
             self.context, max_wait_steps=_MAX_WAIT_STEPS, find=weak_callback(self._find)
         )
@@ -660,7 +659,7 @@ class Batcher:
         if not parts:
             return np.zeros(0, dtype=np.int64), {}
         size = self._decoding.size if len(step.decode_rows) else 0
-        pieces = [self._sampler.choose(*part) for part in parts]
+        pieces = [choose_tokens(*part) for part in parts]
         host = _join(pieces).cpu().numpy()
         if self._wants_logprobs:
             shares = [each.float().log_softmax(-1) for each, _ in parts]
@@ -690,7 +689,7 @@ class Batcher:
         self, step: Step, parts: Sequence[_Part], chosen: Sequence[BatchRequest]
     ) -> DeviceTokens:
         """Choose the step's tokens, and leave them on the device."""
-        pieces = [self._sampler.choose(*part) for part in parts]
+        pieces = [choose_tokens(*part) for part in parts]
         places = step.decode_rows.tolist()
         firsts = {
             one.key: place for place, one in enumerate(chosen, len(parts[0][0]) if places else 0)

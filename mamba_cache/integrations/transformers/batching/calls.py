@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class BatchCall:
         self._fields = [dict(zip(names, values, strict=True)) for values in each]
         own_seed = getattr(batching_config, "seed", None)
         self._seeds = _read_seeds(own_seed if seeds is None else seeds, count)
-        self._streamer = streamer
+        self._tell = streamer if callable(streamer) else None
         self._streamers = self._read_streamers(streamer, count)
         self._streaming: dict[BatchRequest, Any] = {}
         self._batching = batching_config
@@ -118,13 +118,18 @@ class BatchCall:
         }
 
     def _submit(self, batcher: Batcher, index: int) -> list[BatchRequest]:
-        streamer = self._streamers[index]
+        streamer, tell = self._streamers[index], self._tell
+        if streamer is not None:
+
+            def tell(_: str, token: int) -> None:
+                streamer.put(torch.tensor([token]))
+
         made = batcher.submit(
             f"req_{index}",
             self.prompts[index],
             self._settings[index],
             seed=self._seeds[index],
-            tell=self._teller(streamer),
+            tell=tell,
             **self._fields[index],
         )
         if streamer is not None:
@@ -135,12 +140,6 @@ class BatchCall:
                 made[0].refuse(error)
                 batcher.end(made[0])
         return made
-
-    def _teller(self, streamer: Any) -> Callable[[str, int], None] | None:
-        if streamer is not None:
-            return lambda _, token: streamer.put(torch.tensor([token]))
-        tell: Callable[[str, int], None] | None = self._streamer
-        return tell if callable(tell) else None
 
     def _end_stream(self, request: BatchRequest) -> None:
         try:
