@@ -121,15 +121,15 @@ def replay(
             store.slots.policy.on_consumed([store.slots.slot_of(record.restored_blocks[-1])])
         store.index.announce(record.sequence, num_tokens - 1)
         record.positions = {p for p in store.index.positions(record.sequence) if p > start}
-        record.captured = inside = {p for p in record.positions if p < num_tokens}
+        inside = {p for p in record.positions if p < num_tokens}
         if inside:
             record.reserve_states(inside)
         computed.num_tokens = num_tokens
-        record.publish(computed, num_tokens)
+        record.publish(computed, inside)
         end = computed.num_tokens = (num_tokens + len(answer)) // BLOCK * BLOCK
         answered = record.fork(answer.tolist(), end)
         if end > num_tokens:
-            answered.publish(computed, end)
+            answered.publish(computed)
         answered.close()
         record.close()
         seconds += time.process_time() - began

@@ -256,12 +256,11 @@ class ModelFingerprint:
         return RemovableHandle.next_id != self._num_handles
 
     def addresses(self) -> tuple[int, ...]:
-        """Return where parameters and buffers lie: what a CUDA graph depends on.
+        """Return where the model's tensors lie: what a CUDA graph depends on.
 
         Empty while foreign code makes calls bypass the cache: then the key is another in each.
         """
-        tensors = chain.from_iterable(map(dict.values, self._reading.owners_of_tensors))
-        return tuple(map(torch.Tensor.data_ptr, filter(torch.is_tensor, tensors)))
+        return tuple(map(torch.Tensor.data_ptr, self._reading.tensors.values()))
 
     @property
     def has_foreign(self) -> bool:
@@ -364,7 +363,6 @@ class _Reading:
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
-        self.owners_of_tensors: list[dict[str, Any]] = []  # without empty ones: each batch looks
         self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
         self.foreign: dict[_ForeignKind, str] = {}  # where the first of each kind is
         self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
@@ -481,8 +479,6 @@ class _Reading:
         for kind in _TENSORS_AND_CHILDREN:
             members = vars(module)[kind]
             self._watch(path, members)
-            if members and kind != "_modules":
-                self.owners_of_tensors.append(members)
             for name in members:
                 self._read(f"{path}.{name}", members[name])
 

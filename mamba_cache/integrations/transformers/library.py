@@ -8,7 +8,7 @@ from typing import Any
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
 
-__all__ = ["progress_bar", "transformers"]
+__all__ = ["transformers"]
 
 
 def transformers() -> Any:
@@ -25,8 +25,3 @@ def transformers() -> Any:
             "LinearAttentionLayer"
         )
     return library
-
-
-def progress_bar(*args: Any, **options: Any) -> Any:
-    """Return a progress bar of tqdm, which transformers needs anyway."""
-    return importlib.import_module("tqdm").tqdm(*args, **options)

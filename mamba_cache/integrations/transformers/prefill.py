@@ -98,7 +98,7 @@ class Prefiller:
         """Compute the segments, and cache what they complete after each."""
         logits, tiers = torch.empty(1, 1, 0), self._store.tiers
         for start, end in segments:
-            with self._capturing(record, cache, start, end) as record.captured:
+            with self._capturing(record, cache, start, end) as captured:
                 if tiers is not None:
                     tiers.begin_forward(end - start)
                 logits = self._runner.forward(record.sequence.prompt[start:end], cache, start)
@@ -107,7 +107,7 @@ class Prefiller:
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start
-            record.publish(read_layers(cache, self._store.layout.layers, end))
+            record.publish(read_layers(cache, self._store.layout.layers, end), captured)
         return logits[:, -1]
 
     def _capturing(

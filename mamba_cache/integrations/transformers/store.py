@@ -239,8 +239,6 @@ class SequenceRecord:
         self.sequence = sequence
         self.match = match
         self.positions = positions  # block boundaries after which states are to be saved
-        # Of these, where the last forward wrote them into the slots reserved for them.
-        self.captured: Collection[int] = ()
         self._blocks = [*blocks]  # in the order of the sequence
         store.kv_blocks.retain_memory_blocks(self._blocks)
         self._reserved: list[Checkpoint] = []
@@ -286,16 +284,17 @@ class SequenceRecord:
         self._reserved += kept
         return {position: slot for position, slot, _ in kept}
 
-    def publish(self, memory: SequenceMemory) -> None:
+    def publish(self, memory: SequenceMemory, captured: Collection[int] = ()) -> None:
         """Copy what is new of a sequence into blocks and a slot, and make it findable.
 
-        If there is no room, what comes first is kept and the rest is passed over. Reserved slots
-        that were not captured are given back. The states in ``memory``, those after its last token,
-        are kept if they are wanted there and none of its tokens is left out.
+        If there is no room, what comes first is kept and the rest is passed over. At the positions
+        ``captured`` a forward has written states into their reserved slots; others are given back.
+        The states in ``memory``, those after its last token, are kept if they are wanted there and
+        none of its tokens is left out.
         """
         try:
             if self._can_be_kept(memory):
-                self._publish(memory)
+                self._publish(memory, {*captured})
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._store.slots.skipped_checkpoints_total += 1
         if self._reserved:
@@ -310,11 +309,11 @@ class SequenceRecord:
         if self._store.tiers is not None:
             self._store.tiers.spill()
 
-    def _publish(self, memory: SequenceMemory) -> None:
+    def _publish(self, memory: SequenceMemory, positions: set[int]) -> None:
         sequence, tensors, end = self.sequence, self._store.tensors, memory.num_tokens
         first, last = sequence.num_published, end // self._size
         self._hold_up_to(last)
-        blocks, positions = self._blocks[first:last], {*self.captured}
+        blocks = self._blocks[first:last]
         if blocks:
             stop = first + len(blocks)
             tensors.save_tokens(blocks, memory, first * self._size, stop * self._size)

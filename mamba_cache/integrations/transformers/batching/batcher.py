@@ -44,7 +44,7 @@ from mamba_cache.integrations.transformers.batching.forwards import BatchForward
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import ints_to_device
-from mamba_cache.integrations.transformers.library import progress_bar
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.probe import distance, random_tokens
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -371,12 +371,8 @@ class Batcher:
 
     def end_rows(self) -> None:
         """End the call; its cached prefixes stay findable."""
-        for one in self._rows:
-            if not one.is_over:
-                self.end(one)
+        self._settle(self._rows)
         self._rows = []
-        if self._store.tiers is not None:
-            self._store.tiers.spill()
 
     @property
     def num_unfinished(self) -> int:
@@ -416,7 +412,7 @@ class Batcher:
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
         longest, most = self.context.config.max_sequence_length, self.chunk_tokens
         known: set[tuple[int, int]] = set()
-        with progress_bar(desc="Capturing rectangles") as bar:
+        with transformers().utils.logging.tqdm(desc="Capturing rectangles") as bar:
             # The first ones show how large a rectangle may be that a graph pays for.
             while sizes := [size for size in self._forwards.costs.sizes(most) if size not in known]:
                 known.update(sizes)

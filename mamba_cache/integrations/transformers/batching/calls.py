@@ -16,7 +16,7 @@ from mamba_cache.integrations.transformers.batching.answers import (
 )
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.library import progress_bar
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prompts import read_prompts
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
@@ -103,8 +103,9 @@ class BatchCall:
         if warms_up:
             batcher.warm_up(shows_progress=shows_progress)
         total = batcher.num_unfinished
-        named = {"desc": f"Solving {total} requests", "unit": "request"}
-        with progress_bar(total=total, disable=not shows_progress, **named) as bar:
+        named = {"desc": f"Solving {total} requests", "unit": "request", "total": total}
+        progress = transformers().utils.logging.tqdm(disable=not shows_progress, **named)
+        with progress as bar:
             while batcher.num_unfinished:
                 over = batcher.step()
                 for request in over:

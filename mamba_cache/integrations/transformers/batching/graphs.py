@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache.integrations.transformers.library import progress_bar
+from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = ["GRAPH_DEVICES", "RectangleCosts", "StepGraphs", "padded_sizes", "split_rows"]
 
@@ -139,7 +139,7 @@ class StepGraphs:
             began = time.perf_counter()
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             options = {"disable": not shows_progress, "desc": "Capturing decode steps"}
-            with progress_bar(missing, **options) as bar:
+            with transformers().utils.logging.tqdm(missing, **options) as bar:
                 for size in bar:  # the largest first, so that the others fit into its memory
                     try:
                         stream.wait_stream(torch.cuda.current_stream(self.device))
