@@ -773,14 +773,10 @@ class DynamicInferenceContext:
             if is_wanted and active.checkpoint is None:
                 wanted.append((active, [position], [table.block_tables.item(active.row, block)]))
         if wanted:
-            for (active, *_), checkpoint in zip(wanted, self._index.reserve(wanted), strict=True):
-                active.checkpoint = checkpoint
-        planned: dict[int, Checkpoint] = {}
-        for place in places:
-            checkpoint = requests[place].checkpoint
-            if checkpoint is not None:
-                planned[place] = checkpoint
-        return planned
+            for (active, *_), reserved in zip(wanted, self._index.reserve(wanted), strict=True):
+                active.checkpoint = reserved
+        found = ((place, requests[place].checkpoint) for place in places)
+        return {place: checkpoint for place, checkpoint in found if checkpoint is not None}
 
     def _cancel_decode(self, active: ActiveRequest) -> None:
         """Give back the checkpoint that a decoding request has."""
@@ -966,27 +962,22 @@ class DynamicInferenceContext:
         """
         in_flight = () if self._step is None else self._step._planned.values()
         written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
-        saved: list[tuple[ActiveRequest, Checkpoint]] = []
         for index in places:
-            active, end = requests[index], after.item(index)
-            start = end - (1 if counts is None else counts.item(index))
-            checkpoint = planned.get(index)
-            if checkpoint is not active.checkpoint:
-                checkpoint = None  # the step before has reached it already
-            if checkpoint is not None and not start < checkpoint.position <= end:
-                if checkpoint not in in_flight:
-                    self._cancel_decode(active)
-                checkpoint = None
+            active, checkpoint = requests[index], planned.get(index)
             self.request_table.take_over(active)
-            if checkpoint is not None:
-                active.checkpoint = None
-                saved.append((active, checkpoint))
-                written.append((active, (checkpoint,)))
-            elif self.config.reuse_answers:
-                written.append((active, ()))
+            saved: tuple[Checkpoint, ...] = ()
+            # If it is no longer the request's, the step before has reached it.
+            if checkpoint is not None and checkpoint is active.checkpoint:
+                end = after.item(index)
+                start = end - (1 if counts is None else counts.item(index))
+                if start < checkpoint.position <= end:
+                    active.checkpoint, saved = None, (checkpoint,)
+                elif checkpoint not in in_flight:
+                    self._cancel_decode(active)
+            if saved or self.config.reuse_answers:
+                written.append((active, saved))
         self._publish(written)
-        if saved:
-            self._supersede_decode_states(saved)
+        self._supersede_decode_states(written)
 
     def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
         """Publish blocks that requests have filled, and the states that a step saved."""
@@ -1001,7 +992,9 @@ class DynamicInferenceContext:
         if filled:
             self._index.publish(filled)
 
-    def _supersede_decode_states(self, saved: Sequence[tuple[ActiveRequest, Checkpoint]]) -> None:
+    def _supersede_decode_states(
+        self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]
+    ) -> None:
         """Free the states that requests saved one block earlier while decoding.
 
         The next turn of a conversation resumes from the newest, so one slot does for an answer of
@@ -1009,11 +1002,11 @@ class DynamicInferenceContext:
         requests have used or are about to.
         """
         superseded: list[SlotLease] = []
-        for active, checkpoint in saved:
-            if checkpoint.position in active.wanted_boundaries:
+        for active, saved in written:
+            if not saved or saved[0].position in active.wanted_boundaries:
                 continue
             # Of an empty slot if another request had saved it before.
-            lease = self.slot_allocator.lease_of(checkpoint.slot)
+            lease = self.slot_allocator.lease_of(saved[0].slot)
             old, active.decode_lease = active.decode_lease, lease
             if old is not None and self._consumed.get(old.slot) != old:
                 superseded.append(old)
