@@ -423,8 +423,9 @@ def prefetch_all(rig):
     planners.disk._learns = False
     planners.host.rates = planners.host.rates._replace(tokens_per_second=1e-3)
 
+    digests = [index.to_bytes(16, "little") for index in range(NUM_ENTRIES)]
     entries = SimpleNamespace(
-        hashes=SimpleNamespace(digest=lambda index: index.to_bytes(16, "little")),
+        hashes=SimpleNamespace(digests=digests),
         key=lambda kind, index: rig.facts(index, kind).key,
         facts=lambda kind, index: rig.facts(index, kind),
     )
