@@ -405,7 +405,9 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
         InvalidArgumentError: Not one-dimensional, not integers (bools are not), or an id is
             negative or above ``MAX_TOKEN_ID``; the message names the first such id.
     """
-    if not isinstance(tokens, (np.ndarray, list)):
+    if isinstance(tokens, (list, tuple)):
+        return _from_sequence(tokens)
+    if not isinstance(tokens, np.ndarray):
         if hasattr(tokens, "detach"):  # a tensor: this package does not import torch
             try:
                 tokens = tokens.detach().cpu().numpy()
@@ -419,7 +421,7 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
             tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
-    if isinstance(tokens, list) or (isinstance(tokens, Sequence) and not isinstance(tokens, str)):
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str):
         return _from_sequence(tokens)
     raise InvalidArgumentError(
         "tokens must be a sequence of ints, a numpy array or a torch tensor, "

@@ -88,7 +88,7 @@ class RequestPreparer:
         if not isinstance(request, Request):
             raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
         tokens: TokenArray = self.read_tokens(request.prompt_tokens)
-        if not isinstance(request.prompt_tokens, list):
+        if not isinstance(request.prompt_tokens, (list, tuple)):
             tokens = tokens.copy()  # the caller may write into theirs
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")

@@ -379,9 +379,9 @@ def read_sampled(
     if counts is not None:
         raise InvalidArgumentError("counts belong to tokens in an array, not to a mapping")
     if tuple(new_tokens) == ids:  # the usual order, which is read in half of the time
-        values = [*new_tokens.values()]
+        values = tuple(new_tokens.values())
     elif new_tokens.keys() == (id_set := set(ids)):
-        values = [new_tokens[request_id] for request_id in ids]
+        values = tuple([new_tokens[request_id] for request_id in ids])
     else:
         missing, unexpected = id_set - new_tokens.keys(), new_tokens.keys() - id_set
         raise InvalidArgumentError(
