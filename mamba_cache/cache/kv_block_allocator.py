@@ -222,11 +222,10 @@ class KVBlockAllocator:
         """Do what ``retain_memory_blocks`` does, for a context, which holds the guard."""
         reused = self._rows.hold(blocks)
         self._touch(blocks)
-        if reused:
+        if len(reused):
             self._num_cached -= len(reused)
-            self._leaves.discard(reused)
-            blocks = blocks if len(reused) == len(blocks) else as_rows(reused)
-            self._offer(self._count_cached(blocks, -1))
+            self._leaves.discard(reused.tolist())
+            self._offer(self._count_cached(reused, -1))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:

@@ -39,7 +39,7 @@ class Rows:
     index, so no fact is kept twice. Callers have checked that rows are in range.
     """
 
-    __slots__ = ("_name_at", "_what", "free", "names", "num_free", "num_rows", "ref_at", "refs")
+    __slots__ = ("_what", "free", "names", "num_free", "num_rows", "ref_at", "refs")
 
     def __init__(self, what: str, num_rows: int, names: npt.NDArray[Any]) -> None:
         self._what = what
@@ -47,8 +47,8 @@ class Rows:
         self.names = names  # [num_rows or more] what each row is found by, or NONE
         self.refs = np.zeros(len(names), np.int32)
         self.free = np.empty(num_rows, np.int32)  # a stack: entries below ``num_free`` are free
-        # Single elements are read and written several times faster through memoryviews.
-        self._name_at, self.ref_at = names.data, self.refs.data
+        # Single elements are read and written several times faster through a memoryview.
+        self.ref_at = self.refs.data
         self.clear()
 
     def clear(self) -> None:
@@ -71,29 +71,30 @@ class Rows:
         self.free[self.num_free : end] = ids
         self.num_free = end
 
-    def without_references(self, rows: RowIds) -> list[int]:
+    def without_references(self, rows: RowIds) -> RowIds:
         """Return the cached ones of rows that are held or cached.
 
         Raises:
             UnknownBlockError: A row is free.
         """
         refs = self.refs[rows].tolist()
-        if 0 not in refs:
-            return []
-        cached = [row for row, count in zip(rows.tolist(), refs, strict=True) if not count]
-        for row in cached:
-            if self._name_at[row] == NONE:
-                raise UnknownBlockError(f"{self._what} {row} is free: allocate it first")
+        if all(refs):
+            return rows[:0]
+        cached = rows[self.refs[rows] == 0] if any(refs) else rows
+        names = self.names[cached].tolist()
+        if NONE in names:
+            row = cached[names.index(NONE)]
+            raise UnknownBlockError(f"{self._what} {row} is free: allocate it first")
         return cached
 
-    def hold(self, rows: RowIds) -> list[int]:
+    def hold(self, rows: RowIds) -> RowIds:
         """Add a reference to rows that are held or cached; return those that were cached."""
-        cached = list(dict.fromkeys(self.without_references(rows)))
-        if len(cached) == len(rows):
+        cached = self.without_references(rows)
+        if len(cached) == len(rows) == len(set(rows.tolist())):
             self.refs[rows] = 1
-        else:
-            add_at(self.refs, rows, 1)
-        return cached
+            return cached
+        add_at(self.refs, rows, 1)
+        return np.unique(cached)
 
     def release(self, rows: RowIds) -> RowIds:
         """Give back a reference to each row; free or return those that have none left.

@@ -522,10 +522,10 @@ class SlotPool:
 
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
         """Return how many of consecutive blocks lie before the farthest state, its own included."""
-        if not block_ids:
-            return 0
-        with_state = np.flatnonzero(self._block_to_slot[list(block_ids)] >= 0)
-        return int(with_state[-1]) + 1 if len(with_state) else 0
+        slot_at, count = self._slot_at, len(block_ids)
+        while count and slot_at[block_ids[count - 1]] < 0:
+            count -= 1
+        return count
 
     def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
         """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.

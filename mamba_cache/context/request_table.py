@@ -176,20 +176,20 @@ class RequestTable:
         """Take a row with cached blocks and new ones."""
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
-        shared = list(shared_blocks)
+        shared = as_rows(shared_blocks)
         missing = max(0, -(-num_tokens // self.block_size_tokens) - len(shared))
-        held = len(shared) + missing
-        assert held <= self.block_tables.shape[1], "longer than any request"
-        if shared:
-            self._kv_blocks.hold(as_rows(shared))
+        assert len(shared) + missing <= self.block_tables.shape[1], "longer than any request"
+        if len(shared):
+            self._kv_blocks.hold(shared)
         try:
             blocks = self._allocate(missing, [(name, num_tokens)])
         except BaseException:
-            if shared:
-                self._kv_blocks.release(as_rows(shared))
+            if len(shared):
+                self._kv_blocks.release(shared)
             raise
         row = heapq.heappop(self._free_rows)
-        self._append(row, 0, shared + blocks)
+        self.block_tables[row, : len(shared)] = shared
+        self._append(row, len(shared), blocks)
         return row
 
     def fork(

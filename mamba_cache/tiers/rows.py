@@ -182,7 +182,7 @@ class HostRows:
             self.remove(digest)
             self._refused[refusal.value] += 1
             return refusal
-        self._queue.discard(self.rows.hold(as_rows([row])))
+        self._queue.discard(self.rows.hold(as_rows([row])).tolist())
         return self._lease(row, facts, writes=False, is_lower=for_lower)
 
     @guarded(nests=True, changes=True)

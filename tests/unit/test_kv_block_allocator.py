@@ -49,6 +49,15 @@ def test_arrays_are_exposed_as_tensors_of_the_same_memory():
     assert pool.block_hashes.tolist() == [-1] * 5
 
 
+def test_a_cached_block_that_is_retained_twice_beside_a_used_one_has_two_references(pool):
+    cached, used = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes([cached], prefix(1))
+    pool.release_memory_blocks([cached])
+    pool.retain_memory_blocks([cached, cached, used])
+    assert pool.block_ref_counts[[cached, used]].tolist() == [2, 2]
+    assert pool.num_cached_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("bad", "error"),
     [([-1], UnknownBlockError), ([9], UnknownBlockError), ([0.0], InvalidArgumentError),
