@@ -1,4 +1,4 @@
-"""One call of ``generate``: its first forward goes on from the cache, and what it adds is kept."""
+"""One call of ``generate``: it resumes from the cached prefix and caches its own tokens."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class _Row:
 
     prompt: Prompt
     record: SequenceRecord  # rows of the same prompt share it
-    # States and windows at the last block boundary since its prompt's end.
+    # States and windows at the answer's last block boundary so far.
     kept: SequenceMemory | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
-    """Stands in the way of the model's forwards, and watches the tokens that follow.
+    """Intercept the model's forwards in one call of ``generate``, and record the new tokens.
 
-    ``generate`` is handed an empty cache, prepares its inputs as ever and calls the model with that
-    cache and the whole prompt. So whatever ``generate`` does around it, it does as without a cache.
+    ``generate`` gets an empty cache object and calls the model with that object and the whole
+    prompt. All else in ``generate`` works as without a prefix cache.
     Other callers of the model are recognised because they pass a different cache object.
 
-    All forwards are steps of a batch, if ``find_batcher`` has one, with room for the rows, that
-    replays their decode steps; the cache stays empty. Otherwise this fills the cache in the first
-    forward and passes on only the tokens that are left, and later forwards are the model's own.
+    If ``find_batcher`` returns a batcher that has room for the rows and replays their decode steps,
+    all forwards are steps of this batch, and the cache object stays empty. Otherwise the first
+    forward restores the cached prefix into it and computes the rest; later ones are the model's.
 
-    Answers are cached if each row goes on with its own tokens (in beam search rows change places),
-    and if what is computed token by token is to be kept, ``keeps_decoded``.
+    Answers are cached if ``keeps_decoded`` is set and each row continues its own tokens: in beam
+    search rows change places.
     """
 
     runner: ModelRunner
@@ -69,12 +69,12 @@ class Generation:
     # None: no batch can compute what the options ask for.
     find_batcher: Callable[[], Batcher | None] | None = None
     has_streamer: bool = False
-    cache: Any = None  # that ``generate`` is to use
-    bypass: BypassReason | None = None  # why nothing was looked up or is kept
+    cache: Any = None  # the cache object for ``generate``
+    bypass: BypassReason | None = None  # why the call neither used the cache nor filled it
     _batcher: Batcher | None = None
     _is_batched: bool = False  # the forwards are steps of a batch
     _rows: list[_Row] = field(default_factory=list)
-    _ends: set[int] = field(default_factory=set)  # columns of rows' block ends, modulo a block
+    _ends: set[int] = field(default_factory=set)  # columns of the rows' block ends, mod block size
     _records: dict[bytes, SequenceRecord] = field(default_factory=dict)
     _ids: torch.Tensor | None = None
     _columns: list[torch.Tensor] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Generation:
         self._keeps_answers = self.served.follows_rows and self.keeps_decoded and is_exact
 
     def __enter__(self) -> Generation:
-        """Arm the first forward."""
+        """Intercept the first forward."""
         self.runner.fingerprint.look_ahead()
         self._arm()
         return self
@@ -98,34 +98,34 @@ class Generation:
         self._undo = ExitStack()
         self._undo.enter_context(intercepted(store, model, "forward", self.forward))
         if self.runner.is_compiled:
-            # Prompts have any length, and each new one would be compiled for itself.
+            # Each new prompt length would compile the model again.
             self._undo.enter_context(replaced(store, model, "_compiled_call_impl", lambda _: None))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
+        """Stop intercepting and release the prompts; after an exception the guard releases them."""
         self._undo.close()
         if error is None:
             for record in self._records.values():
                 record.close()
 
     def watch(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Keep states at block boundaries; a stopping criterion that stops nothing.
+        """Keep states at block boundaries: this is a stopping criterion that stops nothing.
 
-        Of ``input_ids``, [rows, length] int64, the last token has not gone through the model.
+        ``input_ids`` are [rows, length] int64. The model has not computed their last column yet.
         """
         self._ids = input_ids
-        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
+        self._keeps_answers &= len(input_ids) == len(self._rows)  # else the ids are of other rows
         if self._keeps_answers:
             size, num_columns = self.store.layout.block_size_tokens, input_ids.shape[1] - 1
             if self._columns and num_columns % size in self._ends:
                 self._keep_boundaries()
-            # A copy: processors and criteria are given these ids, and may write to them.
+            # A copy, because processors and criteria may write to these ids.
             self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def publish(self, output: Any) -> None:
         """Make the answers findable, once ``generate`` has returned ``output``."""
-        self._undo.close()  # a model that is replaced in part would be read anew
+        self._undo.close()  # a replaced forward would make the fingerprint read the model again
         if self._is_batched:
             assert self._batcher is not None
             self._take_rows()
@@ -138,27 +138,27 @@ class Generation:
             return
         if self._ids is None or not self._keeps_answers:
             return
-        # Where the host does not wait for each token, as on MPS, the last one may be taken back.
+        # Where the host does not wait for each token, as on MPS, ``generate`` may drop the last.
         kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
         del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
         self._ids = self._ids[:, :kept]
         if len(self._columns) < 2:
-            return  # the last token of an answer has not gone through the model
+            return  # the model has not computed an answer's last token
         fingerprint = self.runner.fingerprint
         if not fingerprint.is_current() or fingerprint.has_new_hooks():
             return  # a streamer or a processor changed the model, maybe for some tokens only
         self._read_columns(len(self._columns) - 1)
         returned = self._ids[:, self._ids.shape[1] - len(self._columns) : -1].tolist()
         if returned != self._answers:
-            return  # somebody wrote to the ids: it is not they that went through the model
+            return  # a processor or criterion changed the ids after the model had computed them
         memory = self._memory()
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute what is left of the prompts or the next tokens, in the place of ``forward``.
+        """Compute the rest of the prompts, or the next tokens, in the place of ``forward``.
 
-        It is called as ``forward`` is, and returns what that does, of the last token at least.
+        Arguments and result are those of ``forward``, with logits of the last token at least.
         """
         if kwargs.get(self.runner.cache_name) is not self.cache:  # another caller's
             return forward(*args, **kwargs)
@@ -166,10 +166,10 @@ class Generation:
             self._take_rows()
             with self._within(forward):
                 return self._computed()
-        self._undo.close()  # from here on the model is as it was, and may be looked at
+        self._undo.close()  # the fingerprint must see the model as it is
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
-        # Only now: a streamer hears the prompt before this, and may do anything to the model. And
-        # not before the tokens are read, for which the host would wait behind the checksums.
+        # Not earlier: a streamer gets the prompt before this forward and may change the model. And
+        # once the checksums are enqueued, reading the token ids would wait for them.
         fingerprint = self.runner.fingerprint
         options: dict[str, Any] = {"may_differ": self.store.is_empty, "variant": self.variant}
         if prompts is not None and self.find_batcher is not None and fingerprint.assume(**options):
@@ -179,7 +179,7 @@ class Generation:
             except Exception:
                 if fingerprint.is_current():
                     raise
-                self._drop_batch()  # other settings, under which it may have failed by that alone
+                self._drop_batch()  # the settings have changed, which may be why the batch failed
         fingerprint.begin(**options, has_looked=True)
         if prompts is None or fingerprint.foreign is not None:
             self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
@@ -191,14 +191,14 @@ class Generation:
             return self._compute_prompts(prompts)
 
     def _within(self, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Compute with ``forward`` alone in a ``with`` block, which the model's call is in.
+        """Have the runner call ``forward`` in a ``with`` block, without the model's hooks.
 
-        The hooks of that call have seen the prompt already, and will see what it returns.
+        The block runs inside the model's own call, which runs the hooks.
         """
         return replaced(self.store, self.runner, "call", lambda _: forward)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
-        """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
+        """Compute the prompts as a batch; return None if that is slower or out of memory."""
         try:
             with self._within(forward):
                 self._is_batched = self._begin_batch(prompts)
@@ -206,8 +206,8 @@ class Generation:
                     output = self._computed()
                     self._arm()  # for the forwards that follow
                     return output
-                self.find_batcher = None  # the call is not asked about again
-        except torch.OutOfMemoryError:  # in the loop a prompt may be computed in smaller parts
+                self.find_batcher = None  # do not ask again in this call
+        except torch.OutOfMemoryError:  # the prefiller can compute a prompt in smaller parts
             self._drop_batch()
             self.find_batcher = None
         return None
@@ -218,9 +218,9 @@ class Generation:
             self._batcher.drop()
 
     def _begin_batch(self, prompts: Sequence[Prompt]) -> bool:
-        """Begin to compute the rows as a batch, if that is quicker; return whether it is.
+        """Submit the rows to a batch if that is faster; return whether it is.
 
-        Rows wait for each other before their last tokens, which are computed together.
+        Of several rows, the last prompt tokens are computed together, after all other tokens.
         """
         is_single = len(prompts) == 1
         if self.find_batcher is None or self.runner.fingerprint.has_foreign:
@@ -260,9 +260,9 @@ class Generation:
         return True
 
     def _is_quicker(self, batcher: Batcher, prompts: Sequence[Prompt], max_length: int) -> bool:
-        """Return whether a batch has room for the rows, and graphs for what they decode.
+        """Return whether a batch has room for the rows and CUDA graphs for their decode steps.
 
-        Of more new tokens than a step takes the library's own forward is the quicker one.
+        If more uncached tokens are left than fit in one step, the model's own forward is faster.
         """
         lengths = [max_length - prompt.padding for prompt in prompts]
         own = {prompt.key: prompt.tokens for prompt in prompts}.values()
@@ -286,27 +286,27 @@ class Generation:
         return count
 
     def _computed(self) -> Any:
-        """Compute the batch; return what the model would."""
+        """Compute the batch; return the model's output."""
         assert self._batcher is not None
         return self._output(self._batcher.compute_rows())
 
     def _output(self, logits: torch.Tensor) -> Any:
-        """Return what the model would, with [rows, vocabulary] logits."""
+        """Return [rows, vocabulary] logits as the model's output."""
         kind = transformers().modeling_outputs.CausalLMOutputWithPast
         output = kind(logits=logits[:, None])
         output[self.runner.cache_name] = self.cache
         return output
 
     def _take_rows(self) -> None:
-        """Hand the token of each row to the batch."""
+        """Pass each row's newest token to the batch."""
         assert self._batcher is not None
         assert self._ids is not None
         self._batcher.take_rows(self._ids[:, -1].tolist())
 
     def _compute_prompts(self, prompts: Sequence[Prompt]) -> Any:
-        """Compute each prompt by itself; return what the model would.
+        """Compute each different prompt by itself; return the model's output.
 
-        Several rows, or one that is padded, are stacked in the call's cache then.
+        Several rows, or one padded row, are then stacked into the call's cache object.
         """
         layout, named = self.store.layout, self._checkpoints_of(prompts)
         is_stacked = len(prompts) > 1 or prompts[0].padding > 0
@@ -334,22 +334,19 @@ class Generation:
         return self._output(torch.cat([logits[each.key] for each in prompts]))
 
     def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
-        """Return what was named, by prompt; ``generate`` repeats a row for each of its answers."""
+        """Return the named checkpoints by prompt; ``generate`` repeats a row for each answer."""
         named: dict[bytes, set[int]] = defaultdict(set)
         for row, checkpoints in enumerate(self.checkpoints):
             named[prompts[row * len(prompts) // len(self.checkpoints)].key].update(checkpoints)
         return named
 
     def _memory(self) -> SequenceMemory:
-        """Everything in the cache of the batch now."""
+        """Return the present contents of the call's cache object."""
         assert self._ids is not None
         return read_layers(self.cache, self.store.layout.layers, self._ids.shape[1] - 1)
 
     def _keep_boundaries(self) -> None:
-        """Copy the states of rows that have just completed a block.
-
-        A later boundary's states take the place of an earlier one's.
-        """
+        """Copy the states of rows that have just completed a block, in place of older copies."""
         assert self._ids is not None
         size, num_columns = self.store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
@@ -366,7 +363,7 @@ class Generation:
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index)
         self.store.counters["computed_tokens"] += len(answer)
-        # A token that was taken back may have completed the block.
+        # A token that ``generate`` dropped may have completed the block.
         if row.kept is None or row.kept.num_tokens > len(row.prompt.tokens) + len(answer):
             return
         record = row.record.fork(answer, row.kept.num_tokens)
@@ -374,7 +371,7 @@ class Generation:
         record.close()
 
     def _read_columns(self, end: int) -> None:
-        """Bring the generated tokens of the first ``end`` columns to the host."""
+        """Copy the generated tokens of the first ``end`` columns to the host."""
         if not self._answers:
             self._answers = [[] for _ in self._rows]
         new = self._columns[len(self._answers[0]) : end]
@@ -383,7 +380,7 @@ class Generation:
                 answer.extend(tokens)
 
     def _answer(self, index: int) -> list[int]:
-        """Return the tokens of a row that were generated and went through the model, to its end."""
+        """Return a row's generated tokens that the model has computed, up to its first EOS."""
         tokens, eos = self._answers[index], self.served.eos_token_ids
         ends = [position for position, token in enumerate(tokens, 1) if token in eos]
         return tokens[: ends[0]] if ends else tokens
