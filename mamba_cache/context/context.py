@@ -1,4 +1,4 @@
-"""The inference context: requests, their memory, and the step."""
+"""The inference context: admits requests, gives them memory, and runs steps."""
 
 from __future__ import annotations
 
@@ -109,75 +109,73 @@ _FIELDS_OF_MATCH = attrgetter(*PrefixMatch.__slots__)
 class _Uncollected(NamedTuple):
     """A step whose tokens are not on the host yet, with its requests in batch order."""
 
-    requests: tuple[ActiveRequest, ...]  # those that decode, then those of chunks
+    requests: tuple[ActiveRequest, ...]  # decoding requests, then requests with chunks
     num_decodes: int
-    rows: Int64Array  # [n] their rows
-    lengths: Int64Array  # [n] tokens that each takes at most
-    num_releases: Int64Array  # [n] how often each row had been given back by then
+    rows: Int64Array  # [n] row of each request
+    lengths: Int64Array  # [n] maximum number of new tokens of each request
+    num_releases: Int64Array  # [n] how often each row had been released at the commit
     planned: dict[int, Checkpoint]
-    sampled: DeviceTokens  # [n, k] what was sampled, where it was
-    tokens: torch.Tensor  # the same, on its way to the host
-    counts: torch.Tensor | None  # likewise
-    arrived: torch.Event | None  # what to wait for; None: they are there
+    sampled: DeviceTokens  # [n, k] sampled tokens on the device
+    tokens: torch.Tensor  # [n, k] their copy on the host
+    counts: torch.Tensor | None  # copy of the counts on the host
+    arrived: torch.Event | None  # end of both copies; None: they have ended
 
 
 class DynamicInferenceContext:
-    """Requests that run over a KV cache and live states, and reuse the prefixes that they share.
+    """Runs requests over a KV cache and live states; requests reuse cached prefixes.
 
     One step of an embedding engine::
 
         context.add_request(request)             # match, reserve, plan
         step = context.begin_step()              # restore or clear live states, send the metadata
         logits = model(step.metadata, context)   # the layers write checkpoints into their slots
-        context.commit_step(next_tokens)         # what was written becomes findable
+        context.commit_step(next_tokens)         # publish the written blocks and states
 
-    A call that raises an error of this package leaves the context as it was, but for the recency
-    of blocks that it looked at. One thread uses a context at a time; a call that comes while
-    another runs raises ``ConcurrentUseError``. Any thread may read ``stats``. After an
-    exception of another package while bookkeeping changed, every later call raises
-    ``PoisonedError`` until ``reset``.
+    A call that raises an error of this package leaves the context unchanged, except the recency
+    of matched blocks. One thread uses a context at a time: a call during another call raises
+    ``ConcurrentUseError``. Any thread may read ``stats``. After an exception of another package
+    while bookkeeping changed, every later call raises ``PoisonedError`` until ``reset``.
 
-    It has every field of ``protocols.SlotContext``, so that slots can be embedded in it.
+    The context has every field of ``protocols.SlotContext``.
 
     Args:
         config: Settings.
-        state_spec: What one state holds, of one kind of layers or several.
-        kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
-            ``config.num_kv_blocks`` says how many blocks it has.
-        device: Where states, keys and values are.
-        slot_policy: Which states are evicted first. Default: what ``config.slot_policy``
-            names.
-        placement: Where states are saved. Default: Megatron's three positions.
-        load_planner: Decides what is loaded from the host tier and what is computed. Default: by
-            what either turns out to take.
-        identity: The model's identity, for processes that share entries. Default: none is shared.
-        clock: Returns the seconds by which pins end, and never goes back. Processes that must
-            decide alike need one whose readings are alike, or pins without an end.
-        shared: Memory of an owner, which the settings describe; ``slot_policy`` and ``clock`` are
-            the owner's then. Default: it makes its own.
-        agreement: With the other ranks of the model, which tiers need there
-            (``integrations.distributed.GroupAgreement``). Default: there are none.
+        state_spec: Tensors of one state, for one kind of layers or several.
+        kv_spec: Shape and dtype of one token's keys and values. None: the embedder stores keys and
+            values, in ``config.num_kv_blocks`` blocks.
+        device: Device of states, keys and values.
+        slot_policy: Decides which states are evicted first. Default: the policy that
+            ``config.slot_policy`` names.
+        placement: Decides where states are saved. Default: Megatron's three positions.
+        load_planner: Decides whether to load from the host tier or to compute. Default: whichever
+            is faster by its measurements.
+        identity: The model's identity, by which processes share entries. Default: none are shared.
+        clock: Returns the time in seconds, by which pins expire; never goes back. Ranks of one
+            model need clocks with equal readings, or pins without an expiry.
+        shared: Memory of another owner, made with the same settings; its policy and clock are used
+            instead of ``slot_policy`` and ``clock``. Default: the context makes its own memory.
+        agreement: Agreement with the other ranks of the model, which tiers need
+            (``integrations.distributed.GroupAgreement``). Default: the model has one rank.
 
     Attributes:
         agreement: As given.
         config: Settings.
-        device: Where the tensors are.
+        device: Device of the tensors.
         kv_block_allocator: Bookkeeping of KV blocks.
-        listeners: They get the events of ``mamba_cache.events``.
+        listeners: Receivers of the events of ``mamba_cache.events``.
         slot_allocator: Bookkeeping of slots, and the saved states.
-        bytes_per_slot: What one slot holds, in bytes.
-        request_table: The requests that are not finished: by id, and as rows of arrays with their
-            KV blocks.
+        bytes_per_slot: Size of one slot in bytes.
+        request_table: The unfinished requests: by id, and as rows of arrays with their KV blocks.
         step_buffers: The tensors of a step's metadata.
         kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
             values; None without ``kv_spec``. The last block is the dummy block.
-        live_states: The states that running requests read and write,
-            ``config.live_rows_per_request`` rows each.
+        live_states: States that running requests read and write, ``config.live_rows_per_request``
+            rows for each request.
 
     Raises:
-        BudgetError: A budget is too small for one block or one slot, or the settings ask for more
+        BudgetError: A budget is too small for one block or one slot, or the settings need more
             memory than there is.
-        InvalidArgumentError: The settings do not fit each other, or one is of a wrong kind.
+        InvalidArgumentError: The settings contradict each other, or an argument has a wrong type.
     """
 
     @outside_inference_mode
@@ -229,7 +227,7 @@ class DynamicInferenceContext:
         self.kv_cache, self.bytes_per_slot = memory.kv_cache, memory.bytes_per_slot
         self._index, self._pins, self._counters = memory.index, memory.pins, memory.counters
         self.listeners = self.kv_block_allocator.listeners
-        # The owner of shared memory tells of its prompts, verifies their hits, and has tiers.
+        # The owner of shared memory sends events, verifies hits, and has the tiers.
         self._has_owner = shared is not None
         live_rows = config.max_requests * config.live_rows_per_request
         num_bytes = live_rows * state_spec.bytes_per_slot
@@ -255,14 +253,14 @@ class DynamicInferenceContext:
         self.agreement = agreement
         if isinstance(self._tiering, Tiering):
             self._tiering.host.join(self._guard)
-        # Threads and a lock would outlive a context that is never closed.
+        # A context that is never closed must not leave threads and a lock behind.
         self._closes_lower = finalize(self, self._tiering.abandon)
         self._make_parts()
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
 
     def _set_slot_fields(self) -> None:
-        """Set what ``protocols.SlotContext`` lists beside the attributes above; embed it."""
+        """Set the other fields of ``protocols.SlotContext``, and hand all fields to the slots."""
         config = self.config
         self.max_requests = config.max_requests
         self.block_size_tokens = config.block_size_tokens
@@ -284,13 +282,14 @@ class DynamicInferenceContext:
         self.mamba_ssm_states = live_states.get("ssm")
         self.batch_dimensions = SimpleNamespace(prefill_req_count=0, decode_req_count=0)
         self.paused_request_count = 0
-        # Slots get its fields, not this: it would keep all tensors until a garbage collection.
+        # The slots get the fields, not the context: a cycle would keep all tensors until a
+        # garbage collection.
         names = *SlotContext.__annotations__, "kv_block_allocator", "device"
         fields = SimpleNamespace(**{name: getattr(self, name) for name in names})
         self.slot_allocator.embed(cast(SlotContext, fields))
 
     def _make_parts(self) -> None:
-        """Make what carries requests through their steps."""
+        """Create the copiers, the speculation and the records that steps use."""
         config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
         live, saved = ([*pool.tensors.values()] for pool in (self.live_states, slots.states))
@@ -299,16 +298,16 @@ class DynamicInferenceContext:
         self._live_to_live = StateCopier(live, live)
         kv = [] if self.kv_cache is None else [self.kv_cache.flatten(0, 1)]
         self._kv_to_kv = StateCopier(kv, kv) if kv else None
-        # States that hits have used, by slot, so that there are never more than slots.
+        # States that hits have used, by slot: at most one for each slot.
         self._consumed: dict[int, SlotLease] = {}
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
             arrays = self.step_buffers.host_arrays
             self._speculation = Speculation(config, self.device, arrays)
-        # The layers of all kinds are numbered through; a tensor has a name in its layer, and one in
-        # the pools.
+        # By kind: numbers of its layers, counted over all kinds, and names of its tensors in a
+        # layer and in the pools.
         self._layers: dict[str, tuple[range, dict[str, str]]] = {}
-        self._layer_labels: list[int | str] = []  # what messages call each layer
+        self._layer_labels: list[int | str] = []  # name of each layer in messages
         for kind in self.live_states.spec.kinds:
             first, layers = len(self._layer_labels), range(kind.num_layers)
             self._layer_labels += [f"{kind.name} {n}" if kind.name else n for n in layers]
@@ -316,32 +315,32 @@ class DynamicInferenceContext:
             self._layers[kind.name] = range(first, len(self._layer_labels)), names
         self._captured: CapturedExtractions | None = None
         self._has_warned = False
-        # The step in flight, and the one before if its tokens are not collected.
+        # The step in flight, and the previous step while its tokens are not collected.
         self._step: Step | None = None
         self._uncollected: _Uncollected | None = None
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Check a request's tokens and hash its blocks, so that it can be matched many times.
+        """Check a request's tokens and hash its blocks, once for several matches.
 
         Args:
-            request: The request; the context keeps nothing of it.
+            request: The request; the context keeps no record of it.
 
         Raises:
-            InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
+            InvalidArgumentError: The prompt is empty, not 1-D, or has an item that is no token id.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
         return PreparedRequest(*self._preparer.read(request), self._preparer)
 
     @guarded()
     def match(self, request: Request | PreparedRequest) -> PrefixMatch:
-        """Find how much of a request is cached now. Nothing changes, and nothing is promised.
+        """Find how much of a request is cached now. No block or state is held.
 
         Raises:
             InvalidArgumentError: As in ``prepare``, or another context prepared the request.
             SequenceLengthError: As in ``prepare``.
         """
         _, tokens, chain = self._preparer.read(request)
-        # The host tier takes over what has arrived.
+        # A match in the host tier records loads that have ended.
         self._guard.is_changing = self._tiering.host is not None
         match = self._index.match(chain.digests, len(tokens), self.config.min_computed_tokens)
         return self._tiering.find(match, chain.hashes)
@@ -350,15 +349,15 @@ class DynamicInferenceContext:
     def prefetch(
         self, request: Request | PreparedRequest, *, timeout_seconds: float | None = None
     ) -> Prefetch:
-        """Begin to bring what disk and store have of a request to the host tier; it does not wait.
+        """Begin loads of a request's prefix from disk and store to the host tier; do not wait.
 
         Args:
-            request: The request, prepared or not; it is added later, when the handle is done.
-            timeout_seconds: Seconds after which the handle says that it is done, whatever came.
-                Default: it takes as long as it takes.
+            request: The request, prepared or not. Add it when the handle is done.
+            timeout_seconds: Seconds after which the handle is done, whether or not all entries
+                arrived. Default: no limit.
 
         Returns:
-            A handle; done at once if there is nothing to bring, or neither disk nor store.
+            A handle; done at once if there is nothing to load, or neither disk nor store.
 
         Raises:
             InvalidArgumentError: As in ``prepare``, another context prepared the request, or
@@ -378,11 +377,11 @@ class DynamicInferenceContext:
 
     @guarded(changes=True)
     def poll_tiers(self) -> None:
-        """Take over what tiers have ended since the last call. It does not wait.
+        """Record the loads and spills of tiers that have ended since the last call; do not wait.
 
-        Other calls do so too: it is for engines that have nothing to run until prefetches are done.
-        Over several ranks it is also where they find out together which prefetches are, so it is
-        for all engines that use them there.
+        Other calls record them too. An engine with nothing to run calls this until its prefetches
+        are done. With several ranks the ranks agree here which prefetches are done, so every
+        engine that uses prefetches with several ranks must call it.
         """
         self._tiering.poll()
         self._tiering.agree()
@@ -399,8 +398,8 @@ class DynamicInferenceContext:
 
         Args:
             request: The request, prepared or not.
-            chunk_tokens: Tokens to compute in the next step. Default: all that are left.
-            checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
+            chunk_tokens: Number of tokens to compute in the next step. Default: all that are left.
+            checkpoint_positions: Further positions, added to those of the request.
 
         Raises:
             InvalidArgumentError: The request is malformed or was prepared by another context, its
@@ -438,7 +437,7 @@ class DynamicInferenceContext:
         return admission
 
     def _boundaries(self, given: Sequence[int], checked: Sequence[int] = ()) -> frozenset[int]:
-        """Return the block boundaries at or before positions, the ``given`` ones checked here."""
+        """Check ``given``; return the last block boundary at or before each of all positions."""
         positions, size = tuple(checked), self.block_size_tokens
         if type(given) is not tuple or given:
             positions += check_positions(given)
@@ -446,7 +445,7 @@ class DynamicInferenceContext:
 
     @guarded()
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
-        """Bring a preempted request on again; what it generated counts as its prompt now.
+        """Admit a preempted request again; its generated tokens count as prompt now.
 
         Args:
             request_id: A preempted request.
@@ -458,7 +457,8 @@ class DynamicInferenceContext:
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk.
             BlockCapacityError: Not enough KV blocks are free or evictable.
-            SequenceLengthError: It has more than ``max_sequence_length`` tokens; finish it.
+            SequenceLengthError: The request has more than ``max_sequence_length`` tokens; finish
+                it.
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._require_none()
@@ -477,7 +477,7 @@ class DynamicInferenceContext:
     def _admit(
         self, active: ActiveRequest, chunk_tokens: int | None, *, loads: bool = True
     ) -> Admission:
-        """Match a request, give it memory, and plan its first chunk for the next step."""
+        """Match a request, reserve its memory, and plan its first chunk for the next step."""
         table, num_known = self.request_table, active.num_known
         least = self.config.min_computed_tokens
         on_gpu = self._index.match(active.chain.digests, num_known, least)
@@ -499,7 +499,7 @@ class DynamicInferenceContext:
         )
         active.admission = admission
         active.num_initial, active.num_published = num_known, len(match.block_ids)
-        # What is loaded is written by the load, and by nothing else.
+        # The load writes the loaded blocks; the chunk must not write them.
         active.num_shared_blocks = len(match.block_ids) + match.loaded_blocks
         end = start + num_tokens
         chunk = active.chunk = Chunk(
@@ -516,7 +516,7 @@ class DynamicInferenceContext:
             if load is not None:
                 first = load.first_block
                 load.blocks = table.block_tables[row, first : first + load.num_blocks].tolist()
-                # The policy learns of the prompt when its chunk is planned: it refuses nothing yet.
+                # The policy gets the prompt only in _plan: before that it refuses no slot.
                 [reserved] = self._reserve(active, [start])
                 assert reserved is not None, "can_reserve said so"
                 load.checkpoint = reserved._replace(is_loaded=True)
@@ -529,7 +529,7 @@ class DynamicInferenceContext:
         return admission
 
     def _chunk_tokens(self, active: ActiveRequest, num_left: int, chunk_tokens: int | None) -> int:
-        """Return how many tokens a chunk has of those that are left."""
+        """Return the number of tokens of a chunk; check that the step has room for them."""
         num_tokens, room = num_left, self.request_table.token_room()
         if chunk_tokens is not None:
             num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_left)
@@ -544,7 +544,7 @@ class DynamicInferenceContext:
             return
         end = chunk.end
         positions = sorted([p for p in self._index.positions(active) if chunk.start < p <= end])
-        # After the placement, which may be an embedder's and raise: a policy cannot forget again.
+        # After the placement: an embedder's may raise, and a policy cannot take a prompt back.
         if is_new:
             self._index.announce(active, active.num_initial - self.config.min_computed_tokens)
         if not positions:
@@ -552,38 +552,38 @@ class DynamicInferenceContext:
         room = self.config.checkpoints_per_step - self.request_table.num_planned_checkpoints
         without_room = max(0, len(positions) - (positions[-1] == end) - room)
         self.slot_allocator.skipped_checkpoints_total += without_room
-        # The later ones save more, so they are kept when the buffers are short.
+        # Later checkpoints save more tokens, so the earliest are skipped for want of room.
         reserved = self._reserve(active, positions[without_room:])
         if positions[-1] == end:
             chunk.boundary = reserved.pop()
         chunk.inside = tuple([checkpoint for checkpoint in reserved if checkpoint is not None])
 
     def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint | None]:
-        """Reserve slots for states of a request at positions, as far as they can be had."""
+        """Reserve slots for states of a request at positions; None where there is no slot."""
         table, size = self.request_table.block_tables[active.row], self.block_size_tokens
         blocks = [table.item(position // size - 1) for position in positions]
         return self._index.reserve([(active, positions, blocks)])
 
     def _give_back(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
-        """Give back what a first chunk resumes from."""
+        """Release the slot, or cancel the load, that a first chunk resumes from."""
         if lease is not None:
             self.slot_allocator.unpin(lease)
         if load is not None:
             self._tiering.cancel(load)
 
     def _plan_again(self, active: ActiveRequest) -> None:
-        """Plan a chunk again that cannot resume from the state which it was planned with.
+        """Plan a chunk again whose state or load is no longer available.
 
-        It starts at the farthest state that is left on the GPU, or at the prompt's beginning, and
-        computes as many tokens as it was to, from there.
+        The chunk starts at the deepest state that is left on the GPU, or at the prompt's beginning.
+        Its number of tokens stays the same.
         """
         num_tokens = len(active.current_chunk.token_ids)
         self._release(active)
         self._admit(active, num_tokens, loads=False)
 
     def _release(self, active: ActiveRequest) -> None:
-        """Take back everything that a request holds, what was planned for it included."""
-        if active.row < 0:  # it is preempted already
+        """Release everything that a request holds, and cancel its chunk and checkpoints."""
+        if active.row < 0:  # the request is preempted already
             return
         table, chunk, active.chunk = self.request_table, active.chunk, None
         if chunk is not None:
@@ -592,7 +592,7 @@ class DynamicInferenceContext:
         table.set_status(active, RequestStatus.PREEMPTED)
         if active.checkpoint is not None:
             self._cancel_decode(active)
-        active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
+        active.prompt_seen = None  # the next admission announces the prompt again, perhaps longer
         table.collect(active)
         row, active.row = active.row, -1
         table.give_back(row)
@@ -605,15 +605,15 @@ class DynamicInferenceContext:
         chunk_tokens: int | None = None,
         checkpoint_positions: Sequence[int] = (),
     ) -> int:
-        """Schedule the next chunk of a request whose prompt is not computed to its end.
+        """Schedule the next chunk of a request whose prompt is not yet fully computed.
 
         Args:
             request_id: A request between two chunks.
-            chunk_tokens: Tokens to compute in the next step. Default: all that are left.
+            chunk_tokens: Number of tokens to compute in the next step. Default: all that are left.
             checkpoint_positions: Further positions at which to save a state.
 
         Returns:
-            How many tokens will be computed: ``chunk_tokens``, or what is left.
+            The number of tokens that will be computed: ``chunk_tokens``, or all that are left.
 
         Raises:
             UnknownRequestError: There is no such request.
@@ -653,30 +653,30 @@ class DynamicInferenceContext:
     def begin_step(
         self, decode_ids: Iterable[Hashable] | None = None, *, drafts: Drafts | None = None
     ) -> Step:
-        """Begin a step with all scheduled chunks and with the requests that decode.
+        """Begin a step with all scheduled chunks and with decoding requests.
 
-        Live states of new requests are restored or cleared on the current stream, in one launch,
-        and the metadata is copied to the device. Nothing waits for the device.
+        One launch on the current stream restores or clears the live states of new requests. The
+        metadata is copied to the device. The host does not wait for the device.
 
-        If it breaks off when the step is half begun, as where a slot policy of the embedder's
-        raises or chooses what it may not, the step's requests are preempted.
+        If the call fails after it began to change bookkeeping, the step's requests are preempted.
+        An embedder's slot policy may cause this: it raises, or chooses slots that it may not.
 
         Args:
-            decode_ids: Which of the decoding requests take part. Default: all.
-            drafts: Guesses of the next tokens, up to ``num_speculative_tokens`` for each decoding
-                request, which the forward computes as well: a mapping of request ids to tokens; a
-                numpy array or list [num decoding, k] in the order of the requests that decode,
-                negative where there is none; or a tensor [max_requests, num_speculative_tokens]
-                int32 or int64 on the device, by request row, where only the device knows them,
-                negative likewise.
+            decode_ids: The decoding requests of this step. Default: all.
+            drafts: Draft tokens that the forward computes as well, up to
+                ``num_speculative_tokens`` for each decoding request. A mapping from request ids to
+                tokens; a numpy array or list [num decoding, k] in the order of the decoding
+                requests; or, if the tokens are on the device, a tensor
+                [max_requests, num_speculative_tokens] int32 or int64, by request row. A negative
+                item is no token.
 
         Raises:
             UnknownRequestError: There is no such request.
             StepOrderError: A step is in flight, one of ``decode_ids`` does not decode, or there
                 is nothing to compute.
             SequenceLengthError: A decoding request has reached ``max_sequence_length``; finish it.
-            InvalidArgumentError: ``decode_ids`` is no collection, or the drafts are too many, not
-                of requests that decode in the step, or no token ids.
+            InvalidArgumentError: ``decode_ids`` is no collection, or the drafts are too many, for
+                requests that do not decode in this step, or no token ids.
             TokenCapacityError: The step's token buffers do not hold the decoding requests' tokens.
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
@@ -696,7 +696,7 @@ class DynamicInferenceContext:
             preparer=self._preparer,
             device=self.device,
         )
-        # Beside chunks there is room for every decoding request: ``token_room`` keeps it.
+        # Only decoding requests can exceed it: token_room keeps room for them beside chunks.
         if work.num_tokens > self.config.max_tokens:
             hint = "let fewer requests decode, or without drafts"
             raise TokenCapacityError(work.num_tokens, self.config.max_tokens, hint)
@@ -720,7 +720,7 @@ class DynamicInferenceContext:
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 elif self._uncollected is not None:
                     self._bring_tokens(self._uncollected, group.rows, metadata)
-                # Without the padding, which a kernel would look at entry by entry.
+                # Without the padding: a kernel would read each entry of it.
                 if chunks and (restores := self.step_buffers.entries("restores")):
                     self._slots_to_live.copy_own(*restores)
             self._tiering.begin_forward(metadata.num_tokens - work.num_tokens)
@@ -733,9 +733,9 @@ class DynamicInferenceContext:
         return self._step
 
     def _bring_tokens(self, last: _Uncollected, rows: Int64Array, metadata: StepMetadata) -> None:
-        """Have requests compute the tokens that the last step sampled, where they are."""
+        """Write the uncollected step's sampled tokens into this step's ids, on the device."""
         table, own = self.request_table, metadata.token_ids[: len(rows)]
-        # All tokens that the host knows of these are computed.
+        # True where the request's next token is known on the device only.
         is_late = table.num_tokens[rows] == table.num_computed[rows] + table.num_in_doubt[rows]
         places = np.zeros(self.config.max_requests, dtype=np.int64)
         places[last.rows] = np.arange(len(last.rows))
@@ -745,41 +745,42 @@ class DynamicInferenceContext:
         torch.index_select(tokens, 0, at, out=own)
 
     def _begin_chunks(self, prefills: Sequence[ActiveRequest]) -> list[Chunk]:
-        """Begin the loads of chunks, and return the chunks, planned again where that is needed."""
+        """Begin the loads of chunks; plan chunks again that cannot resume; return all chunks."""
         chunks = self.request_table.scheduled_chunks
         for active in prefills:
             lease = chunks[active.row].lease
             if lease is not None and not self.slot_allocator.is_current(lease):
                 self._plan_again(active)
-        for active in self._tiering.begin(prefills):  # cannot load
+        for active in self._tiering.begin(prefills):  # requests whose load cannot begin
             self._plan_again(active)
         return [chunks[active.row] for active in prefills]
 
     def _plan_decodes(
         self, requests: Sequence[ActiveRequest], places: Sequence[int]
     ) -> dict[int, Checkpoint]:
-        """Plan the checkpoints of those decoding requests that may end a block in the next step.
+        """Plan the checkpoints of the decoding requests at ``places`` of the batch.
 
-        Return the checkpoints that there are now, by the places of their requests in the batch.
+        These may end a block in the next step. Return all planned checkpoints by place.
         """
         table, size = self.request_table, self.block_size_tokens
-        wanted: list[tuple[ActiveRequest, Sequence[int], Sequence[int]]] = []
+        requested: list[tuple[ActiveRequest, Sequence[int], Sequence[int]]] = []
         for place in places:
             active = requests[place]
-            # Two steps are shorter than a block: there is one boundary at most.
+            # The tokens of two steps are fewer than a block: they cross one boundary at most.
             block = table.num_computed.item(active.row) // size
             position = (block + 1) * size
-            is_wanted = self.config.save_decode_states or position in active.wanted_boundaries
-            if is_wanted and active.checkpoint is None:
-                wanted.append((active, [position], [table.block_tables.item(active.row, block)]))
-        if wanted:
-            for (active, *_), reserved in zip(wanted, self._index.reserve(wanted), strict=True):
+            saves = self.config.save_decode_states or position in active.wanted_boundaries
+            if saves and active.checkpoint is None:
+                requested.append((active, [position], [table.block_tables.item(active.row, block)]))
+        if requested:
+            checkpoints = self._index.reserve(requested)
+            for (active, *_), reserved in zip(requested, checkpoints, strict=True):
                 active.checkpoint = reserved
         found = ((place, requests[place].checkpoint) for place in places)
         return {place: checkpoint for place, checkpoint in found if checkpoint is not None}
 
     def _cancel_decode(self, active: ActiveRequest) -> None:
-        """Give back the checkpoint that a decoding request has."""
+        """Cancel the checkpoint of a decoding request."""
         checkpoint, active.checkpoint = active.checkpoint, None
         assert checkpoint is not None, f"{active.request_id!r} saves no state"
         self._index.cancel((checkpoint,))
@@ -790,29 +791,29 @@ class DynamicInferenceContext:
         new_tokens: NewTokens | DeviceTokens,
         counts: Int64Array | torch.Tensor | Sequence[int] | None = None,
     ) -> tuple[Hashable, ...]:
-        """End a step whose forward is enqueued: what it wrote becomes findable.
+        """End a step whose forward is enqueued: publish the blocks and states that it wrote.
 
         Args:
             new_tokens: The sampled token of each request in ``Step.sampling_ids``: a mapping from
-                their ids; or [n] ints in their order, as a numpy array, a tensor on the CPU or a
-                list, which costs least. Of a request that had drafts the accepted drafts and the
-                token sampled after them, as a list or tuple in the mapping, or a row of an [n, k]
-                array; they may be cut anywhere, and with ``num_speculative_tokens`` of at least 1
-                none means that the request stays where it was. Or ``DeviceTokens``, for which the
-                host does not wait: the step is then uncollected, and the next may begin before
-                ``collect_step`` brings its tokens.
-            counts: With an [n, k] array: how many tokens of its row each request takes.
+                ids to tokens; or [n] ints in the order of these ids, as a numpy array, a tensor on
+                the CPU or a list, which is fastest. For a request with drafts: the accepted drafts
+                and the token sampled after them, as a list or tuple in the mapping, or as a row of
+                an [n, k] array. The tokens of a request may be cut anywhere. With
+                ``num_speculative_tokens`` >= 1 a request may have no token: it does not advance.
+                Or ``DeviceTokens``, for which the host does not wait: the step is then uncollected,
+                and the next step may begin before ``collect_step`` gets the tokens.
+            counts: With an [n, k] array: the number of tokens that each request takes of its row.
 
         Returns:
-            Requests of the step that have resumed from a tier whose bytes turned out to be damaged;
-            none without a tier. Their tokens are not taken, nothing that they computed is findable,
-            and they are preempted: ``resume_request`` brings them on again, without those bytes.
+            Requests of the step that resumed from a tier with damaged bytes; none without a tier.
+            They are preempted, and their tokens and blocks are discarded. ``resume_request`` admits
+            them again, without the damaged entries.
 
         Raises:
-            StepOrderError: No step is in flight, the one before is uncollected, or a call for this
-                one broke off when the device knew its tokens already.
-            InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
-                said to be accepted that was none. The step is still in flight then.
+            StepOrderError: No step is in flight, the previous step is uncollected, or an earlier
+                commit of this step failed after the device had recorded its tokens.
+            InvalidArgumentError: A token is missing, not expected, or no token id, or the accepted
+                tokens are not the drafts. The step is still in flight then.
         """
         step = self._require_step()
         work, prefills, table = step._work, step._actives, self.request_table
@@ -828,7 +829,7 @@ class DynamicInferenceContext:
                 )
             step._is_advanced = True
             self._speculation.advance(step.metadata, sampled)
-        # As planned: a request loses its checkpoint if the step before has reached it.
+        # step._planned, not active.checkpoint: the previous step may have reached it by now.
         saves = step._planned or prefills
         if saves and (boundaries := self.step_buffers.entries("boundaries")):
             self._live_to_slots.copy_own(*boundaries)
@@ -850,7 +851,7 @@ class DynamicInferenceContext:
                 )
             else:
                 tokens, taken = cast(Sampled, sampled)
-                if damaged:  # what they computed is of no use
+                if damaged:  # the tokens of these requests are discarded
                     is_fine = [active not in damaged for active in requests]
                     taken = np.where(is_fine, 1 if taken is None else taken, 0)
                 self._take(requests, count, rows, tokens, taken, planned=step._planned)
@@ -891,11 +892,10 @@ class DynamicInferenceContext:
         return all_tokens, all_taken
 
     def _drop_unwritten(self, step: Step) -> None:
-        """Cancel the states inside chunks, for not every layer has handed over its part.
+        """Cancel the states inside chunks: not every layer has handed over its tensors.
 
-        A slot keeps its last state, perhaps another salt's, until it is written.
-        A warning comes before anything is changed: made an error by a filter, it leaves the step
-        in flight.
+        An unwritten slot holds an older state, perhaps of another salt. The warning is issued
+        before any change: if a filter makes it an error, the step is still in flight.
         """
         lacking = [active for active in step._actives if active.current_chunk.inside]
         if not self._has_warned:
@@ -932,7 +932,7 @@ class DynamicInferenceContext:
         *,
         planned: Mapping[int, Checkpoint],
     ) -> None:
-        """Append sampled tokens to rows, and publish what those filled that decode."""
+        """Append sampled tokens to rows, and publish the blocks that decoding requests filled."""
         table = self.request_table
         if counts is None:
             after = table.append_token(rows, tokens[:, 0])
@@ -956,9 +956,9 @@ class DynamicInferenceContext:
         counts: Int64Array | None,
         planned: Mapping[int, Checkpoint],
     ) -> None:
-        """Publish what decoding requests have filled, and the states that were ``planned``.
+        """Publish blocks that decoding requests have filled, and states that were ``planned``.
 
-        ``after`` are the tokens that each request of the batch has computed.
+        ``after`` is the number of tokens that each request of the batch has computed.
         """
         in_flight = () if self._step is None else self._step._planned.values()
         written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
@@ -966,7 +966,7 @@ class DynamicInferenceContext:
             active, checkpoint = requests[index], planned.get(index)
             self.request_table.take_over(active)
             saved: tuple[Checkpoint, ...] = ()
-            # If it is no longer the request's, the step before has reached it.
+            # Where the two differ, the previous step has reached the checkpoint.
             if checkpoint is not None and checkpoint is active.checkpoint:
                 end = after.item(index)
                 start = end - (1 if counts is None else counts.item(index))
@@ -997,15 +997,15 @@ class DynamicInferenceContext:
     ) -> None:
         """Free the states that requests saved one block earlier while decoding.
 
-        The next turn of a conversation resumes from the newest, so one slot does for an answer of
-        any length. States that a caller asked for by position stay, and so do those that other
-        requests have used or are about to.
+        The next turn of a conversation resumes from the newest state, so one slot is enough for an
+        answer of any length. A state stays if its position was requested by the caller, or if
+        another request has used it or is about to.
         """
         superseded: list[SlotLease] = []
         for active, saved in written:
             if not saved or saved[0].position in active.wanted_boundaries:
                 continue
-            # Of an empty slot if another request had saved it before.
+            # The slot is empty if another request had saved this state before.
             lease = self.slot_allocator.lease_of(saved[0].slot)
             old, active.decode_lease = active.decode_lease, lease
             if old is not None and self._consumed.get(old.slot) != old:
@@ -1014,7 +1014,7 @@ class DynamicInferenceContext:
             self.slot_allocator.free_unread(superseded)
 
     def _end_chunks(self, prefills: Sequence[ActiveRequest]) -> None:
-        """Publish what computed chunks wrote, and say what their requests do next."""
+        """Publish the blocks and states of computed chunks, and set the requests' next status."""
         config, table = self.config, self.request_table
         chunks = [table.scheduled_chunks[active.row] for active in prefills]
         for chunk in chunks:
@@ -1026,31 +1026,31 @@ class DynamicInferenceContext:
         self._publish([(a, c.checkpoints) for a, c in zip(prefills, chunks, strict=True)])
         for active, chunk in zip(prefills, chunks, strict=True):
             if chunk.lease is not None:
-                self.slot_allocator.unpin(chunk.lease)  # it may be evicted from now on
+                self.slot_allocator.unpin(chunk.lease)  # the state may be evicted from now on
             active.chunk = None
             status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
             table.set_status(active, status)
             if chunk.samples:
-                wants = config.save_decode_states or bool(active.wanted_boundaries)
-                saves = config.enable_prefix_caching and config.reuse_answers and wants
+                saves = config.save_decode_states or bool(active.wanted_boundaries)
+                saves = config.enable_prefix_caching and config.reuse_answers and saves
                 table.saves_states[active.row] = saves
             admission, active.admission = active.admission, None
-            if admission is not None:  # its first chunk is computed
+            if admission is not None:  # this was the request's first chunk
                 self._index.count(active, admission)
 
     @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
         """Wait for the tokens of a step committed with ``DeviceTokens``, and append them.
 
-        What it wrote while its requests decoded becomes findable.
+        Blocks and states of its decoding requests are published.
 
         Returns:
-            The new tokens of each request that sampled. Requests that were preempted, aborted or
-            finished since are left out: a preempted one computes them again.
+            The new tokens of each request that sampled, without requests that were preempted,
+            aborted or finished since. A preempted request computes the tokens again.
 
         Raises:
             StepOrderError: No step is uncollected.
-            InvalidArgumentError: One is no token id. Finish its request and collect again.
+            InvalidArgumentError: A token is no token id. Finish its request and collect again.
         """
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
@@ -1083,10 +1083,10 @@ class DynamicInferenceContext:
 
     @guarded()
     def abort_step(self) -> tuple[Hashable, ...]:
-        """Take a step back: nothing that it wrote is findable, and its requests are preempted.
+        """Abort a step: nothing that it wrote is published, and its requests are preempted.
 
-        A forward that stopped half-way has overwritten some of the live states, so no request of
-        the step can go on from there; each resumes from what was cached before.
+        A forward that stopped half-way has overwritten some live states. So no request of the step
+        can continue from them: each resumes from a state that was cached before.
 
         Returns:
             The ids of the step's requests, to resume or to finish.
@@ -1124,36 +1124,34 @@ class DynamicInferenceContext:
         *,
         last_tokens: Sequence[int] | Int64Array | torch.Tensor | None = None,
     ) -> Forks:
-        """Make requests that go on from where one that decodes stands; all of them, or none.
+        """Create requests that continue from the position of a decoding request; all, or none.
 
-        Each is a request like any other from then on, with the same prompt and the same answer so
-        far, and equal to one that was added and computed as that was. KV blocks that are full are
-        shared; the unfinished one and the live state are copied on the current stream, each in one
-        launch for all new requests. Nothing waits for the device.
+        A fork has the same prompt and the same answer so far, and is otherwise an ordinary request.
+        Full KV blocks are shared. The unfinished block and the live state are copied on the current
+        stream, each in one launch for all forks. The host does not wait for the device.
 
-        The last token of a decoding request is sampled, but not computed. So each of the new ones
-        may have another one in its place, as several answers and beams do.
+        The last token of a decoding request is sampled, but not computed. So each fork may have a
+        different last token, as several answers and beams need.
 
         Args:
-            request_id: A decoding request of which all tokens are collected. Its prompt is computed
-                and its first token sampled.
-            new_ids: The ids of the new requests, none of them in use.
-            last_tokens: A token for each of them in place of the last one of ``request_id``.
-                Default: that one.
+            request_id: A decoding request without uncollected tokens.
+            new_ids: Ids of the forks, none of them in use.
+            last_tokens: The last token of each fork, instead of the last token of ``request_id``.
+                Default: the same token.
 
         Returns:
-            Which rows and KV blocks were copied. An embedder that keeps keys and values itself,
-            or anything else by row, copies the same.
+            The rows and KV blocks that were copied. An embedder that stores keys and values, or
+            other data by row, copies the same rows and blocks.
 
         Raises:
             UnknownRequestError: There is no such request.
-            StepOrderError: It does not decode, the device alone knows its last tokens, or a step is
-                in flight.
+            StepOrderError: The request does not decode, its last tokens are not collected, or a
+                step is in flight.
             InvalidArgumentError: An id is in use, comes twice or is not hashable, or the tokens are
                 no token ids, or not one for each new id.
             RequestCapacityError: Not enough rows are free.
             BlockCapacityError: Not enough KV blocks are free or evictable.
-            TokenCapacityError: Chunks are scheduled that leave no room for them in the next step.
+            TokenCapacityError: Scheduled chunks leave no room for the forks in the next step.
         """
         self._require_none()
         active = self.request_table.find(request_id, RequestStatus.DECODING)
@@ -1162,8 +1160,8 @@ class DynamicInferenceContext:
         computed = table.num_computed.item(row)
         if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
             raise StepOrderError(
-                f"the device alone knows the last tokens of request {active.request_id!r}: "
-                "collect_step brings them, then it can be forked"
+                f"the last tokens of request {active.request_id!r} are still on the device: "
+                "call collect_step before fork"
             )
         tokens = self._read_last_tokens(active, last_tokens, len(ids))
         if not ids:
@@ -1206,8 +1204,8 @@ class DynamicInferenceContext:
             self._kv_to_kv.copy([made.source_block] * len(rows), list(made.blocks))
 
     def _read_new_ids(self, new_ids: Any) -> list[Hashable]:
-        """Return ids that new requests can have."""
-        if isinstance(new_ids, (str, bytes)):  # whose items are characters
+        """Return checked ids for new requests."""
+        if isinstance(new_ids, (str, bytes)):  # iterable, but one id
             raise InvalidArgumentError(f"new_ids must be several ids, got one: {new_ids!r}")
         ids: list[Hashable] = as_items("new_ids", new_ids, "request ids")
         for request_id in ids:
@@ -1217,7 +1215,7 @@ class DynamicInferenceContext:
         return ids
 
     def _read_last_tokens(self, active: ActiveRequest, last_tokens: Any, count: int) -> Int64Array:
-        """Return the token that each fork computes next."""
+        """Return the checked last token of each fork."""
         if last_tokens is None:
             return np.full(count, self.request_table.last_tokens.item(active.row), dtype=np.int64)
         tokens = self._preparer.read_tokens(last_tokens)
@@ -1229,14 +1227,14 @@ class DynamicInferenceContext:
 
     @guarded()
     def preempt(self, request_id: Hashable) -> None:
-        """Take a request's row and blocks back; ``resume_request`` brings it on again.
+        """Release a request's row and blocks; ``resume_request`` admits it again.
 
         Args:
             request_id: A request that holds memory.
 
         Raises:
             UnknownRequestError: There is no such request.
-            StepOrderError: It is preempted already, or a step is in flight.
+            StepOrderError: The request is preempted already, or a step is in flight.
         """
         self._require_none()
         holding = [status for status in RequestStatus if status is not RequestStatus.PREEMPTED]
@@ -1247,13 +1245,13 @@ class DynamicInferenceContext:
 
     @guarded()
     def finish(self, request_id: Hashable) -> list[int]:
-        """End a request in any state; what it cached stays findable.
+        """Finish a request in any status; its published blocks and states stay cached.
 
         Args:
             request_id: The request.
 
         Returns:
-            The tokens that it generated, as far as they are collected.
+            The generated tokens that are collected.
 
         Raises:
             UnknownRequestError: There is no such request.
@@ -1267,21 +1265,20 @@ class DynamicInferenceContext:
 
     @guarded()
     def pin(self, request: Request | PreparedRequest, *, ttl_seconds: float | None = None) -> Pin:
-        """Keep a cached prompt findable, whatever else needs room.
+        """Pin a cached prompt: its KV blocks and the slot of its last state are not evicted.
 
-        Its KV blocks are held, and the slot of its last state. ``CacheConfig.max_pinned_share`` is
-        the most that pins may hold of either. What invalidates or deregisters them by name, or a
-        reset of the slots, ends a pin; ``reset(preserve_prefix_cache=True)`` does not.
+        ``CacheConfig.max_pinned_share`` limits the share of blocks, and of slots, that pins hold. A
+        pin ends if its blocks or slot are invalidated or deregistered by id, or if the slots are
+        reset. ``reset(preserve_prefix_cache=True)`` keeps pins.
 
         Args:
-            request: What names the prompt, with its salt and other keys; it is not run. Of what is
-                not cached of it nothing is pinned, so run it before; ``checkpoint_positions`` at
-                its end have a state saved there.
-            ttl_seconds: Seconds until the pin ends by itself, as the context's clock has them.
-                Default: it does not.
+            request: The prompt, with its salt and other keys; it is not run. Only its cached part
+                is pinned, so run it before, with ``checkpoint_positions`` at its end: a state is
+                saved there.
+            ttl_seconds: Seconds until the pin expires, by the context's clock. Default: never.
 
         Returns:
-            What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
+            The pin, for ``unpin``. Its ``num_tokens`` is the length of the pinned prefix.
 
         Raises:
             InvalidArgumentError: As in ``prepare``, another context prepared the request, or
@@ -1289,7 +1286,7 @@ class DynamicInferenceContext:
             SequenceLengthError: As in ``prepare``.
             MissingStateError: No state of the prompt is cached.
             BlockCapacityError: Pins would hold more than their share of KV blocks.
-            MambaSlotCapacityError: Or of slots.
+            MambaSlotCapacityError: Pins would hold more than their share of slots.
             StepOrderError: A step is in flight.
         """
         self._require_none()
@@ -1300,10 +1297,10 @@ class DynamicInferenceContext:
 
     @guarded()
     def unpin(self, pin: Pin) -> None:
-        """End a pin before its time; one that is over is passed over.
+        """End a pin; a pin that has ended already is ignored.
 
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: ``pin`` is no pin of this context.
             StepOrderError: A step is in flight.
         """
         self._require_none()
@@ -1311,13 +1308,13 @@ class DynamicInferenceContext:
 
     @property
     def pins(self) -> tuple[Pin, ...]:
-        """The pins that are not over, the oldest first."""
+        """The pins that have not ended, oldest first."""
         self._guard.tidy()
         return self._pins.current
 
     @query
     def status(self, request_id: Hashable) -> RequestStatus:
-        """Return where a request stands.
+        """Return the status of a request.
 
         Raises:
             UnknownRequestError: There is no such request.
@@ -1326,16 +1323,16 @@ class DynamicInferenceContext:
 
     @query
     def statuses(self) -> dict[Hashable, RequestStatus]:
-        """Return where each request stands that is not finished, oldest first."""
+        """Return the status of each unfinished request, oldest first."""
         return {active.request_id: active.status for active in self.request_table}
 
     @query
     def output(self, request_id: Hashable, start: int = 0) -> list[int]:
-        """Return the tokens that a request generated, as far as they are collected.
+        """Return the generated tokens of a request that are collected.
 
         Args:
             request_id: The request.
-            start: How many of them to leave out, from the first.
+            start: Number of tokens to leave out at the beginning.
 
         Raises:
             UnknownRequestError: There is no such request.
@@ -1354,13 +1351,13 @@ class DynamicInferenceContext:
     ) -> None:
         """Write one Mamba layer's states at the step's checkpoints straight into their slots.
 
-        Call it in every Mamba layer of every step, before the layer overwrites its live conv
-        state. ``commit_step`` publishes a state only if every layer has handed it over. A step
-        without checkpoints inside its chunks asks for nothing, and nothing is looked at. Layers
-        of other kinds than ``StateSpec.mamba`` describes call ``extract_states``.
+        Call this in every Mamba layer of every step, before the layer overwrites its live conv
+        state. ``commit_step`` publishes a state only if every layer has handed over its tensors. In
+        a step without checkpoints inside its chunks the call returns at once, and the tensors are
+        not checked. Layers of other kinds than that of ``StateSpec.mamba`` call ``extract_states``.
 
         Args:
-            layer: Which Mamba layer, from 0.
+            layer: Number of the Mamba layer, from 0.
             chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
             conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
                 Within ``capture_extractions`` both have room for the longest step to be replayed.
@@ -1370,8 +1367,8 @@ class DynamicInferenceContext:
             StepOrderError: No step is in flight, or a CUDA graph is captured outside of
                 ``capture_extractions``.
             InvalidArgumentError: There is no such layer, the metadata are another step's, the
-                tensors are not as long as the step, or of another shape or dtype than the states,
-                or these are not of conv and SSM.
+                tensors are not as long as the step, or their shape or dtype differs from the
+                states', or the model's states are not conv and SSM.
         """
         if self.mamba_conv_states is None:
             raise InvalidArgumentError(
@@ -1391,23 +1388,23 @@ class DynamicInferenceContext:
     ) -> None:
         """Write the states of one layer of any kind at the step's checkpoints into their slots.
 
-        What ``extract_checkpoint_states`` does for Mamba layers. Each tensor that the layer keeps
-        is given in one of two ways: by its states at the ends of the step's chunks, or, where it
-        holds the last inputs of a convolution or a token shift, by these inputs.
+        This is ``extract_checkpoint_states`` for other layers. Each state tensor of the layer is
+        given in one of two ways: as its values at the ends of the step's chunks; or, if it holds
+        the last inputs of a convolution or a token shift, as these inputs.
 
         Args:
-            kind: The layer's kind, as the spec calls it.
-            layer: Which layer of that kind, from 0.
-            chunk_states: By the tensor's name within a layer, [num_chunks, *shape] its states at
-                the ends of the chunks that ``metadata.cu_chunk_seqlens`` bounds, on the device.
-            window_inputs: By name, [num_prefill_tokens, channels] inputs, for a tensor of
-                [channels, width], newest last, or [channels], the last one alone.
+            kind: Name of the layer's kind in the spec.
+            layer: Number of the layer within its kind, from 0.
+            chunk_states: By the tensor's name within a layer, [num_chunks, *shape] values at the
+                ends of the chunks that ``metadata.cu_chunk_seqlens`` bounds, on the device.
+            window_inputs: By name, [num_prefill_tokens, channels] inputs. The tensor itself is
+                [channels, width] with the newest input last, or [channels], the newest input only.
             metadata: ``Step.metadata`` of the step in flight.
 
         Raises:
             StepOrderError: As in ``extract_checkpoint_states``.
-            InvalidArgumentError: There is no such kind or layer, the names are not those of its
-                tensors, each once, or as in ``extract_checkpoint_states``.
+            InvalidArgumentError: There is no such kind or layer, a tensor of the layer is missing
+                or given twice, or as in ``extract_checkpoint_states``.
         """
         captured, step = self._captured, self._step
         if captured is None:
@@ -1437,9 +1434,9 @@ class DynamicInferenceContext:
             if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 _check_not_capturing()
         launches = self._plan_extraction(layer, names, chunk_states, window_inputs)
-        for launch in launches:  # all are checked before the first is written
+        for launch in launches:  # all tensors are checked before the first write
             launch()
-        if captured is not None:  # of several tensors the shortest limit what can be replayed
+        if captured is not None:  # the shortest tensor limits the steps that can be replayed
             shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
             captured.lengths[numbers[layer]] = shortest
         else:
@@ -1453,12 +1450,12 @@ class DynamicInferenceContext:
         chunk_states: Mapping[str, torch.Tensor],
         window_inputs: Mapping[str, torch.Tensor],
     ) -> list[Callable[[], None]]:
-        """Return what extracts one layer's tensors, a state and a window in one launch."""
+        """Return the launches that extract a layer's tensors, each up to a state and a window."""
         buffers, step = self.step_buffers, self._step
         if self._captured is not None or step is None:
             fields = buffers.checkpoint_fields(None)
         else:
-            # Once a step: in each layer the slices would cost more than all checks together.
+            # Sliced once a step: in each layer the slices would cost more than all checks.
             step._fields = step._fields or buffers.checkpoint_fields(step.metadata.num_checkpoints)
             fields = step._fields
         saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
@@ -1481,9 +1478,9 @@ class DynamicInferenceContext:
 
     @contextmanager
     def capture_extractions(self) -> Iterator[CapturedExtractions]:
-        """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
+        """Record calls of ``extract_checkpoint_states`` while a CUDA graph is captured.
 
-        At a replay no line of Python runs, so what a captured graph hands over must be said::
+        A replay runs no Python, so the engine reports the recorded calls at each replay::
 
             with context.capture_extractions() as captured, torch.cuda.graph(graph):
                 model(...)
@@ -1491,11 +1488,11 @@ class DynamicInferenceContext:
             graph.replay()
             context.count_extractions(captured)
 
-        Within, the calls cover all checkpoints that a step can have, not those of one step, and
-        hand nothing over for the step in flight, if there is one. Warm-ups belong there too.
+        Within the block the calls cover the maximum number of checkpoints of a step. They do not
+        count as handed over for a step in flight. Run warm-ups within the block, too.
 
         Raises:
-            StepOrderError: On entry: another capture is not over.
+            StepOrderError: On entry: another capture has not ended.
         """
         if self._captured is not None:
             raise StepOrderError("capture_extractions was called within capture_extractions")
@@ -1506,22 +1503,23 @@ class DynamicInferenceContext:
             self._captured = None
 
     def count_extractions(self, captured: CapturedExtractions) -> None:
-        """Count what a replayed CUDA graph has handed over in the step in flight.
+        """Mark the layers of a replayed CUDA graph as handed over in the step in flight.
 
-        Call it at every replay, once the replay is enqueued.
+        Call this at every replay, once the replay is enqueued.
 
         Args:
-            captured: What ``capture_extractions`` gave when the graph was captured.
+            captured: The result of ``capture_extractions`` from the graph's capture.
 
         Raises:
             StepOrderError: No step is in flight.
-            InvalidArgumentError: It is something else, names a layer that there is not, or was
-                captured with shorter tensors than the step needs. Nothing was counted.
+            InvalidArgumentError: ``captured`` is something else, has a layer that does not exist,
+                or was captured with shorter tensors than the step needs. Nothing was marked.
         """
         step = self._require_step()
         if not isinstance(captured, CapturedExtractions):
             raise InvalidArgumentError(
-                f"give what capture_extractions gave, got {type(captured).__name__}"
+                "captured must be the object that capture_extractions gave, "
+                f"got {type(captured).__name__}"
             )
         needed = step.metadata.num_chunks, step.metadata.num_prefill_tokens
         for layer, (num_chunks, num_tokens) in captured.lengths.items():
@@ -1537,11 +1535,11 @@ class DynamicInferenceContext:
 
     @guarded(renews=True)
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """End all requests, and a step in flight with them.
+        """Finish all requests, and abort a step in flight.
 
         Args:
-            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
-                everything is as it was when the context was made, whatever happened to it.
+            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False, the
+                context is as new, even after a ``PoisonedError``.
 
         Raises:
             InvalidArgumentError: ``preserve_prefix_cache`` is no bool.
@@ -1568,34 +1566,34 @@ class DynamicInferenceContext:
         compute: Callable[[HitToVerify], PrefixContent | None],
         max_hits: int | None = None,
     ) -> int:
-        """Compare hits that wait to be verified with what the model computes.
+        """Compare sampled hits with results that the model computes without the cache.
 
-        With ``CacheConfig.verify_hits`` a sample of the hits waits for this. What differs by more
-        than ``RELATIVE_BOUNDS`` is counted, logged in ``mamba_cache.verification``, and taken out
-        of the cache and its tiers. It waits for the device.
+        With ``CacheConfig.verify_hits`` a sample of the hits is queued for this call. A hit that
+        differs by more than ``RELATIVE_BOUNDS`` is counted, logged in ``mamba_cache.verification``,
+        and removed from the cache and its tiers. The call waits for the device.
 
         Args:
             compute: Computes the tokens of a hit without the cache, and returns the states and
-                KV after them. None: it cannot, which is counted.
-            max_hits: How many at most. Default: all that wait.
+                KV after them. It may return None if it cannot, which is counted.
+            max_hits: Maximum number of hits to compare. Default: all that are queued.
 
         Returns:
-            How many were.
+            The number of hits compared.
 
         Raises:
-            InvalidArgumentError: ``max_hits`` is not an int >= 1, or what was computed is not of
-                the tensors that are cached.
+            InvalidArgumentError: ``max_hits`` is not an int >= 1, or the computed tensors do not
+                match the cached ones.
             StepOrderError: A step is in flight.
         """
         self._require_none()
         return self._memory.verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
-        """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
+        """Return the results of ``CacheConfig.verify_hits``; any thread may call this."""
         return self._memory.verifier.stats()
 
     def stats(self) -> CacheStats:
-        """Return what the cache did so far and what it holds now."""
+        """Return counters of the cache and its present contents."""
         self._guard.tidy()
         return self._memory.stats()
 
@@ -1605,7 +1603,7 @@ class DynamicInferenceContext:
         return self._tiering.host
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Return what each tier holds and did, from the top down; none without tiers."""
+        """Return contents and counters of each tier, from the top down; empty without tiers."""
         self._guard.tidy()
         return self._tiering.stats()
 
@@ -1620,31 +1618,30 @@ class DynamicInferenceContext:
         return self._tiering.store
 
     def close(self) -> None:
-        """End the tiers below the host tier: threads, and a folder's lock.
+        """Close disk and store: finish queued writes, end threads, release the folder's lock.
 
-        Whatever is still to be written is written before. The context goes on without them. It
-        is called when the context is collected, or at the end of the process, but then what is
-        queued for a tier is given up.
+        The context can be used without them afterwards. A context that is garbage collected, or
+        alive at the end of the process, closes them too, but discards queued writes.
         """
         self._tiering.close()
         self._closes_lower.detach()
 
     @guarded(changes=True)
     def wait_for_tiers(self) -> None:
-        """Wait until all that is being spilled has arrived, and all memory of tiers is there.
+        """Wait until all spills have ended, and all memory of tiers is allocated.
 
-        For tests, benchmarks and a clean end. No step needs it.
+        For tests, benchmarks and a clean shutdown. No step needs it.
         """
         self._tiering.wait()
         self._tiering.flush()
 
     def check_invariants(self) -> None:
-        """Prove that all bookkeeping agrees. Costs nothing when it is not called.
+        """Check that all bookkeeping agrees. It costs nothing unless called.
 
         Raises:
-            InvariantError: It does not: a bug of this package.
+            InvariantError: Two records contradict each other: a bug of this package.
         """
-        self._guard.tidy()  # a pin that ends between two reads would look like a contradiction
+        self._guard.tidy()  # a pin that expires between two reads would look like a contradiction
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         requests = list(self.request_table)
@@ -1661,7 +1658,7 @@ class DynamicInferenceContext:
         self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
-        """Check that no request would lose its blocks."""
+        """Check that no request and no pin holds blocks."""
         holding = self.request_table.holding_memory()
         if holding:
             raise StepOrderError(
@@ -1675,7 +1672,7 @@ class DynamicInferenceContext:
             )
 
     def _require_no_slots_reserved(self) -> None:
-        """Check that no step is in flight or planned that writes into slots."""
+        """Check that no step is in flight and no request has reserved slots."""
         self._require_none()
         reserving = [a.request_id for a in self.request_table if a.checkpoints]
         if reserving:
@@ -1694,7 +1691,7 @@ def _check_names(
     chunk_states: Mapping[str, torch.Tensor],
     window_inputs: Mapping[str, torch.Tensor],
 ) -> None:
-    """Check that a layer hands over each of its tensors once."""
+    """Check that a layer's call has each of its tensors once."""
     if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
         raise InvalidArgumentError(
             "chunk_states and window_inputs must map names to tensors, "
@@ -1718,6 +1715,6 @@ def _check_not_capturing() -> None:  # pragma: no cover - tests/gpu run it
     if torch.cuda.is_current_stream_capturing():
         raise StepOrderError(
             "states were handed over while a CUDA graph was captured: capture it within "
-            "context.capture_extractions(), and call context.count_extractions() with what "
-            "that gave wherever the graph is replayed"
+            "context.capture_extractions(), and pass its result to "
+            "context.count_extractions() at each replay"
         )
