@@ -1,4 +1,4 @@
-"""The prefixes that are cached: who has which block and slot, and what is in them."""
+"""The cached prefixes of one model: their index, their tensors, and the records of sequences."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ __all__ = ["PrefixStore", "PromptEnds", "SequenceRecord"]
 
 
 class PromptEnds:
-    """A placement's positions, and the last block boundaries of the prompt.
+    """A placement that adds the last block boundaries of the prompt to another placement's.
 
-    A longer prompt resumes at the prompt's end; the same prompt must compute ``min_tokens`` of it.
+    A longer prompt resumes at the prompt's end; the same prompt resumes ``min_tokens`` before it.
     """
 
     def __init__(self, placement: CheckpointPlacement, min_tokens: int) -> None:
@@ -61,7 +61,7 @@ class PromptEnds:
 
 
 class PrefixStore(CacheMemory):
-    """Blocks and slots: who has which, what is in them, and what was done so far."""
+    """The memory of cached prefixes: index, tensors of blocks and slots, pins and counters."""
 
     def __init__(
         self,
@@ -88,33 +88,33 @@ class PrefixStore(CacheMemory):
         self.hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
         self.kv_blocks.listeners = listeners
         self.tensors = PrefixTensors(layout, self.allocator.states, self.kv_blocks.pool_size)
-        # By adapter key the dtypes of what the model's cache holds, where they are not those of the
-        # layout: under autocast, for example.
+        # By adapter key: the dtypes in the model's cache, if they differ from the layout's, as
+        # under autocast.
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
 
     def add_tiers(self, tiers: PrefixTiers) -> None:
-        """Have prefixes kept below as well, until the store is closed."""
+        """Keep prefixes in these tiers as well, until the store is closed."""
         self.tiers = self.index.tiers = tiers
-        # What lies in tiers may come back from there, so each state is to be saved once.
+        # No policy refuses a state: tiers keep a copy of each state that was saved once.
         self.index.refuses_states = False
 
     @outside_inference_mode
     def share(self) -> CacheMemory:
-        """Return what a context of the model needs to have its prefixes here as well."""
+        """Return this memory for a context that shares its prefixes."""
         self.kv_cache = self.tensors.kv_cache()
         return self
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is cached, nor could be found below."""
+        """Whether no prefix is cached and there are no tiers that could have one."""
         if self.tiers is not None:
             return False
         return not (self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks)
 
     def let_go(self) -> None:
-        """Give back all that records hold, when the call that opened them is over."""
+        """Release the blocks and slots of records that were not closed, between calls."""
         counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
@@ -123,11 +123,11 @@ class PrefixStore(CacheMemory):
             self.tiers.let_go()
 
     def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
-        """Return what is saved of a prefix, in the model's own layers."""
+        """Return the saved states, keys and values of a prefix, by the model's layers."""
         return self.content(self.tensors.load(slot, blocks, num_tokens))
 
     def content(self, memory: SequenceMemory) -> PrefixContent:
-        """Return what is held of one row, by what it is."""
+        """Return the tensors of a one-row ``memory``: states by name, keys and values in a list."""
         states: dict[str, list[torch.Tensor]] = {}
         held = [*memory.states, *memory.windows]
         for (name, _), tensor in zip(self.layout.state_places, held, strict=True):
@@ -135,7 +135,7 @@ class PrefixStore(CacheMemory):
         return PrefixContent(states, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
 
     def request(self, tokens: Any, key: ExtraKey, request_id: Hashable, **fields: Any) -> Request:
-        """Return a request for a prompt, under the model's key; ``fields`` are further ones."""
+        """Return a request for a prompt under the model's key; ``fields`` are more fields."""
         lora_id = self.key_for(key)
         return Request(
             request_id=request_id,
@@ -148,10 +148,10 @@ class PrefixStore(CacheMemory):
     def open(
         self, tokens: TokenArray, key: ExtraKey, *, min_computed: int, **fields: Any
     ) -> SequenceRecord:
-        """Match a prompt and hold what was found until the record is closed.
+        """Match a prompt and hold the matched blocks until the record is closed.
 
-        At least ``min_computed`` of its tokens are left to compute; ``key`` stands for the model's
-        settings; ``fields`` are further ones of ``Request``.
+        At least ``min_computed`` of its tokens are left to compute. ``key`` stands for the model's
+        settings. ``fields`` are more fields of ``Request``.
         """
         self.pins.expire()
         size = self.layout.block_size_tokens
@@ -159,8 +159,8 @@ class PrefixStore(CacheMemory):
         salt, lora_id = request.cache_salt, request.lora_id
         chain = BlockHashChain(size, hasher=self.hasher, cache_salt=salt, lora_id=lora_id)
         chain.append(tokens)
-        wanted = frozenset([p // size * size for p in request.checkpoint_positions])
-        sequence = CachedSequence(request, tokens, chain, wanted)
+        requested = frozenset([p // size * size for p in request.checkpoint_positions])
+        sequence = CachedSequence(request, tokens, chain, requested)
         if self.tiers is not None:
             self.tiers.bring(sequence, min_computed)
         match = self.index.match(sequence.chain.digests, len(tokens), min_computed)
@@ -169,19 +169,19 @@ class PrefixStore(CacheMemory):
         return SequenceRecord(self, sequence, match, match.block_ids)
 
     def key_for(self, key: ExtraKey) -> ExtraKey:
-        """Return what stands in block hashes for the key that a sequence is computed under."""
+        """Return the key that goes into block hashes in the place of the model's key."""
         return key if self.tiers is None else self.tiers.key_for(key)
 
     def _is_told(self, lora_id: ExtraKey) -> bool:
-        """Return whether listeners get the tokens of sequences of a key."""
+        """Return whether listeners get the tokens of sequences with a key."""
         if not self.kv_blocks.listeners.wants(Stored):
             return False
-        # Listeners know prefixes by their tokens alone, so it must be one key's.
+        # Listeners identify prefixes by tokens alone, so they get those of the first key only.
         self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
         return self._told_lora_id == lora_id
 
     def tell_admitted(self, request: Request, hashes: BlockHashes) -> None:
-        """Tell the listeners that a prompt was admitted."""
+        """Send listeners the event that a prompt was admitted."""
         listeners = self.kv_blocks.listeners
         if listeners.wants(Admitted):
             event = Admitted(
@@ -196,7 +196,7 @@ class PrefixStore(CacheMemory):
             listeners.tell()
 
     def reset(self) -> None:
-        """Forget every prefix and every count."""
+        """Remove every prefix and set every count to zero."""
         self.clear()
         self.live_dtypes.clear()
         self._told_lora_id = None
@@ -204,15 +204,15 @@ class PrefixStore(CacheMemory):
             self.tiers.reset()
 
     def close(self) -> None:
-        """Give the memory back; nothing is cached any more, nor can be."""
+        """Free the memory; the store cannot be used afterwards."""
         self.reset()
         self.tensors.clear()
-        if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
+        if isinstance(self.slots, MambaSlotAllocator):  # its views would keep the memory alive
             self.use(SlotPool(self.slots.max_slots, self.kv_blocks))
             self.kv_cache = None
 
     def check_invariants(self) -> None:
-        """Check the books, between calls."""
+        """Check between calls that blocks and slots are all accounted for."""
         self.kv_blocks.check_invariants()
         self.slots.check_invariants()
         self.pins.check_invariants()
@@ -224,7 +224,7 @@ class PrefixStore(CacheMemory):
 
 
 class SequenceRecord:
-    """A sequence that the library's own loop computes, and the blocks that it holds."""
+    """A sequence that is computed outside a batch, and the blocks that it holds."""
 
     def __init__(
         self,
@@ -239,17 +239,17 @@ class SequenceRecord:
         self.sequence = sequence
         self.match = match
         self.positions = positions  # block boundaries after which states are to be saved
-        self._blocks = [*blocks]  # in the order of the sequence
+        self._blocks = [*blocks]  # held, in the order of the sequence
         store.kv_blocks.retain_memory_blocks(self._blocks)
         self._reserved: list[Checkpoint] = []
 
     @property
     def restored_blocks(self) -> list[int]:
-        """The blocks up to the state that was found, at whose end it is; none if none was."""
+        """The matched blocks up to the deepest saved state; empty without one."""
         return [*self.match.block_ids[: self.match.state_matched_blocks]]
 
     def fork(self, tokens: Sequence[int], position: int) -> SequenceRecord:
-        """Return a record of its own that goes on with tokens, to be saved at a position."""
+        """Return a new record of this sequence plus tokens, with a checkpoint at a position."""
         own = self.sequence
         sequence = own.fork(own.request.request_id, own.chain, tokens)
         sequence.chain.append(tokens)
@@ -257,7 +257,7 @@ class SequenceRecord:
         return SequenceRecord(self._store, sequence, self.match, blocks, (position,))
 
     def load(self) -> SequenceMemory | None:
-        """Return the matched prefix in tensors of its own, or None if nothing was matched."""
+        """Return a copy of the matched prefix, or None if no state was matched."""
         match, blocks = self.match, self.restored_blocks
         if not blocks:
             return None
@@ -268,9 +268,9 @@ class SequenceRecord:
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
     def reserve_states(self, positions: Collection[int]) -> dict[int, int]:
-        """Take slots for states at positions, multiples of the block size; return them.
+        """Reserve slots for states at positions, which are block boundaries; return them.
 
-        What has a state already, or no room, is passed over.
+        Positions that have a state already, and those for which there is no room, are left out.
         """
         self._hold_up_to(max(positions) // self._size)
         where = [p for p in sorted(positions) if p // self._size <= len(self._blocks)]
@@ -285,23 +285,23 @@ class SequenceRecord:
         return {position: slot for position, slot, _ in kept}
 
     def publish(self, memory: SequenceMemory, captured: Collection[int] = ()) -> None:
-        """Copy what is new of a sequence into blocks and a slot, and make it findable.
+        """Copy the new tokens of a sequence into blocks, and its state into a slot; publish both.
 
-        If there is no room, what comes first is kept and the rest is passed over. At the positions
-        ``captured`` a forward has written states into their reserved slots; others are given back.
-        The states in ``memory``, those after its last token, are kept if they are wanted there and
-        none of its tokens is left out.
+        Without room for all blocks, the first ones are kept. At positions in ``captured`` a forward
+        has written states into the reserved slots; other reserved slots are freed. The state in
+        ``memory`` is the one after its last token. It is kept if that position is one of
+        ``positions`` and all blocks before it are kept.
         """
         try:
             if self._can_be_kept(memory):
                 self._publish(memory, {*captured})
-        except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
+        except torch.OutOfMemoryError:  # caching is optional: the answer is returned without it
             self._store.slots.skipped_checkpoints_total += 1
         if self._reserved:
             self._cancel_reserved()
 
     def close(self) -> None:
-        """Let go of all blocks; what was published stays findable until it is evicted."""
+        """Release all blocks; published ones stay findable until they are evicted."""
         if self._reserved:
             self._cancel_reserved()
         held, self._blocks = self._blocks, []
@@ -326,12 +326,12 @@ class SequenceRecord:
         self._store.index.publish([(sequence, blocks, written)])
 
     def _cancel_reserved(self) -> None:
-        # First: an exception on the way leaves a reservation to be taken back, and none twice.
+        # Cleared first, so that no reservation is cancelled twice if the cancel raises.
         reserved, self._reserved = self._reserved, []
         self._store.index.cancel(reserved)
 
     def _can_be_kept(self, memory: SequenceMemory) -> bool:
-        """Say whether the store's dtypes hold what is given, and remember what it came in."""
+        """Return whether the store's dtypes hold those of ``memory`` exactly; note the latter."""
         kept, given = self._store.layout.dtypes, memory.dtypes()
         if given == kept:
             return True
@@ -340,7 +340,7 @@ class SequenceRecord:
         return self._store.live_dtypes.setdefault(self.sequence.request.lora_id, given) == given
 
     def _hold_up_to(self, number: int) -> None:
-        """Hold blocks for the sequence up to its ``number``-th, as many as there are."""
+        """Allocate the sequence's blocks up to ``number`` of them, or as many as are available."""
         missing, kv_blocks = number - len(self._blocks), self._store.kv_blocks
         if missing <= 0:
             return
