@@ -1,6 +1,6 @@
-"""Sequences: what each finds in the cache, reserves there and publishes.
+"""Sequences and the prefix index: match, reserve and publish blocks and states of a sequence.
 
-A context keeps one for each request, ``PrefixCache.generate`` one for each prompt.
+A context has one sequence for each request, ``PrefixCache.generate`` one for each prompt.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ class Request:
     """A prompt to run.
 
     Attributes:
-        request_id: The caller's name for it; unique among the requests that are not finished.
+        request_id: Id of the request, unique among the unfinished requests.
         prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
-        cache_salt: Requests of different salts never share anything.
-        lora_id: Likewise for adapters.
+        cache_salt: Requests with different salts share no entry.
+        lora_id: Id of the adapter. Requests with different adapters share no entry.
         multimodal_keys: Pairs (token position, content key) of items that placeholder tokens stand
-            for; two prompts match only where the keys agree. Any collection; a tuple is kept.
-        checkpoint_positions: Positions at which others are expected to branch off, such as the end
-            of a system prompt, in tokens. A state is saved at the block boundary at or before
-            each, in the prompt or in the answer, beside those that the placement chooses.
+            for. Two prompts match only where the keys agree. Any collection; stored as a tuple.
+        checkpoint_positions: Positions in tokens where other requests may branch off, such as the
+            end of a system prompt. A state is saved at the last block boundary at or before each
+            position, in prompt or answer, in addition to the checkpoints of the placement.
         will_continue: Whether a longer prompt that begins with this one will follow, as after a
             tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: unknown.
-        source: The source of the hint. A source is trusted as far as its hints came true.
-        tells_tokens: Whether listeners get its tokens. None: they do, with its salt, adapter and
-            multimodal keys; True: without the adapter, which is none but the cache's own key.
+        source: Source of the hint. Each source is trusted by how often its hints came true.
+        tells_tokens: Whether listeners get the tokens. None: yes, with salt, adapter and multimodal
+            keys. True: without ``lora_id``, which is then only the cache's own key.
 
     Raises:
         InvalidArgumentError: ``multimodal_keys``, ``checkpoint_positions``, ``will_continue``,
-            ``source`` or ``tells_tokens`` is of a wrong kind.
+            ``source`` or ``tells_tokens`` has a wrong type.
     """
 
     request_id: Hashable
@@ -80,7 +80,7 @@ class Request:
     tells_tokens: bool | None = None
 
     def __post_init__(self) -> None:
-        # A prompt may be hashed more than once, and what is read once would have no keys then.
+        # A prompt may be hashed more than once; an iterator would be exhausted the second time.
         if type(self.multimodal_keys) is not tuple or self.multimodal_keys:
             given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
             keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
@@ -95,11 +95,11 @@ class Request:
 
 
 class Checkpoint(NamedTuple):
-    """A state that a step saves."""
+    """A block boundary whose state a step saves, and the slot reserved for the state."""
 
     position: int  # the boundary, in tokens from the sequence's start
-    slot: int  # the slot reserved for it
-    is_loaded: bool = False  # whether it comes from a tier, and is not computed
+    slot: int
+    is_loaded: bool = False  # whether the state is loaded from a tier, not computed
 
 
 class MissReason(str, Enum):
@@ -109,33 +109,33 @@ class MissReason(str, Enum):
     """Prefix caching is switched off."""
 
     PROMPT_SHORTER_THAN_BLOCK = "prompt_shorter_than_block"
-    """The prompt has no complete block, so nothing of it can ever be cached."""
+    """The prompt has no complete block, so it cannot be cached."""
 
     NO_KV_MATCH = "no_kv_match"
-    """Not even the first block was found."""
+    """The first block was not found."""
 
     NO_STATE = "no_state"
-    """Blocks were found, but no state is saved at the end of any of them."""
+    """Blocks were found, but no block has a saved state."""
 
     STATE_TOO_LATE = "state_too_late"
-    """The only states lie so near the prompt's end that too few tokens would be left to compute."""
+    """All saved states are so near the prompt's end that too few tokens would remain to compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What of a prompt is cached.
+    """The cached prefix of a prompt.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
-        block_ids: KV blocks of the prompt found cached, from its start.
-        state_matched_blocks: Blocks up to the farthest usable state.
-        skip_tokens: Tokens up to it: they need not be computed again.
-        miss_reason: Why ``skip_tokens`` is 0; None if it is not.
-        loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
-            ``block_ids``.
-        loads_state: Whether the state is loaded from there as well.
-        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
-            nothing is under way.
+        prompt_tokens: Number of tokens of the prompt.
+        block_ids: KV blocks of the cached prefix, in order.
+        state_matched_blocks: Number of blocks up to the deepest usable state.
+        skip_tokens: Number of tokens up to that state, which need not be computed again.
+        miss_reason: Why ``skip_tokens`` is 0; None if it is not 0.
+        loaded_blocks: Number of KV blocks that are loaded from the host tier: the blocks after
+            ``block_ids``, up to the usable state.
+        loads_state: Whether the state is loaded from the host tier as well.
+        arriving_tokens: Number of tokens that can be skipped once the running loads of a
+            ``prefetch`` have ended; 0 if none are running.
     """
 
     prompt_tokens: int
@@ -149,39 +149,39 @@ class PrefixMatch:
 
     @property
     def kv_matched_blocks(self) -> int:
-        """Blocks found cached."""
+        """Number of blocks found cached."""
         return len(self.block_ids)
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """One sequence: its tokens and hashes, and what of it was found and published."""
+    """One sequence: its tokens and hashes, and its shared and published blocks."""
 
     request: Request  # the caller's request
     prompt: TokenArray  # [prompt length] int32 prompt tokens
-    chain: BlockHashChain  # hashes of the blocks of all its known tokens
-    wanted_boundaries: frozenset[int] = frozenset()  # where the caller wants a state
-    # Tokens after the prompt, as far as they were taken over.
+    chain: BlockHashChain  # hashes of the complete blocks of all known tokens
+    wanted_boundaries: frozenset[int] = frozenset()  # boundaries where the caller requests a state
+    # Tokens after the prompt, as far as they were copied from the request table.
     generated: array[int] = field(default_factory=partial(array, "i"))
-    num_shared_blocks: int = 0  # the first blocks, which it may not write
-    num_published: int = 0  # the first blocks, which were registered
-    num_initial: int = 0  # tokens when it was matched: what follows is decoded
+    num_shared_blocks: int = 0  # first blocks, which the sequence must not write
+    num_published: int = 0  # first blocks, which are registered
+    num_initial: int = 0  # tokens at the match: later tokens are decoded
     _hash_ids: list[int] = field(default_factory=list)  # of the first blocks
-    prompt_seen: object = None  # what the policy of the slots knows it by
-    prompt_seen_below: object = None  # likewise that of the host tier
+    prompt_seen: object = None  # handle of the prompt from the slots' policy
+    prompt_seen_below: object = None  # handle of the prompt from the host tier's policy
 
     @property
     def num_known(self) -> int:
-        """Tokens of the prompt, and later ones that were taken over."""
+        """Number of tokens of the prompt and of ``generated``."""
         return len(self.prompt) + len(self.generated)
 
     @property
     def hashes(self) -> BlockHashes:
-        """Hashes of the complete blocks of its known tokens; none without a cache."""
+        """Hashes of the complete blocks of the known tokens; empty if caching is disabled."""
         return self.chain.hashes
 
     def hash_ids(self) -> list[int]:
-        """Return the hash id of each complete block of its known tokens; the list grows."""
+        """Return the hash id of each complete block of the known tokens; the list may grow."""
         known, digests = self._hash_ids, self.chain.digests
         if len(known) < len(digests):
             known += list_hash_ids(digests[len(known) :])
@@ -198,7 +198,7 @@ class CachedSequence:
     def extra_keys(
         self, first: int, end: int, block_size: int
     ) -> tuple[tuple[Any, ...] | None, ...] | None:
-        """Return what else than tokens the hashes of blocks are made of, for listeners."""
+        """Return the salt, adapter and multimodal keys that blocks are hashed with, per block."""
         request = self.request
         lora_id = None if request.tells_tokens else request.lora_id
         if request.cache_salt is None and lora_id is None and not request.multimodal_keys:
@@ -214,7 +214,7 @@ class CachedSequence:
     def fork(
         self: _SequenceT, request_id: Hashable, chain: BlockHashChain, generated: Iterable[int]
     ) -> _SequenceT:
-        """Return a sequence of its own with the same prompt and other tokens after it."""
+        """Return a new sequence with the same prompt and its own tokens after the prompt."""
         return type(self)(
             replace(self.request, request_id=request_id),
             self.prompt,
@@ -233,10 +233,10 @@ class TierOffers(Protocol):
     """The calls that the index makes to the tiers below the GPU."""
 
     def begin_request(self, facts: PromptFacts, /) -> object:
-        """Tell the tiers' policy of a prompt; return what it knows the prompt by."""
+        """Announce a prompt to the tiers' policy; return the policy's handle of the prompt."""
 
     def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> Sequence[bool]:
-        """Say which states are worth a row of a tier, and have none in host memory."""
+        """Return for each state whether it is worth a host row and has none yet."""
 
     def offer_blocks(
         self,
@@ -246,7 +246,7 @@ class TierOffers(Protocol):
         holders: Sequence[int | None],
         /,
     ) -> object:
-        """Offer blocks of a sequence, from its ``first`` on, that became findable."""
+        """Offer published blocks of a sequence, of which ``first`` is the index of the first."""
 
     def offer_state(
         self,
@@ -256,14 +256,14 @@ class TierOffers(Protocol):
         proposal: StateProposal | None,
         /,
     ) -> object:
-        """Offer a state of a sequence that became findable."""
+        """Offer a published state of a sequence."""
 
     def remove(self, kind: Any, cache_salt: ExtraKey, digest: bytes, /) -> object:
-        """Have a state, or keys and values, that are known to be wrong not found again."""
+        """Remove a wrong entry, a state or a KV block, from all tiers."""
 
 
 class PrefixIndex:
-    """What sequences find, reserve and publish: KV blocks and slots as one."""
+    """Matches, reserves and publishes KV blocks and slots of sequences together."""
 
     def __init__(
         self,
@@ -283,13 +283,13 @@ class PrefixIndex:
         self._counters = counters
         self.tiers = tiers
         self._on_counted = on_counted
-        self.refuses_states = True  # whether the policy may
+        self.refuses_states = True  # whether the policy may refuse states
         self.join(kv_blocks._guard)
 
     def match(
         self, digests: Sequence[bytes], prompt_tokens: int, min_computed_tokens: int
     ) -> PrefixMatch:
-        """Find how much of a prompt is cached; nothing changes."""
+        """Find how much of a prompt is cached; change nothing."""
         if not self._kv_blocks.enable_prefix_caching:
             return PrefixMatch(prompt_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
         block_ids = self._kv_blocks.find_prefix(digests)
@@ -317,14 +317,14 @@ class PrefixIndex:
             self._on_counted(sequence, match)
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: it is used with the other parts."""
+        """Use ``guard``, which the index then shares with other objects."""
         self._guard = guard
 
     @guarded(nests=True, changes=True)
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
-        """Tell the policies of a sequence that was just matched, if they know prompts."""
+        """Announce a newly matched sequence to the policies that use prompts."""
         policy = self._slots.prompt_policy
-        if policy is None:  # then no policy of a tier does
+        if policy is None:  # then no policy of a tier uses prompts
             return
         request = sequence.request
         facts = PromptFacts(
@@ -339,27 +339,27 @@ class PrefixIndex:
         sequence.prompt_seen_below = self.tiers.begin_request(facts)
 
     def positions(self, sequence: CachedSequence) -> set[int]:
-        """Return where states of a sequence's known tokens are worth saving."""
+        """Return the checkpoints that the placement chooses or the caller requested."""
         size, num_tokens = self._block_size, sequence.num_known
         facts = PlacementFacts(num_tokens, size, sequence.num_shared_blocks, -(-num_tokens // size))
         return placed_positions(self._placement, facts) | sequence.wanted_boundaries
 
     @guarded(nests=True, changes=True)
     def reserve(
-        self, wanted: Sequence[tuple[CachedSequence, Sequence[int], Sequence[int]]]
+        self, requested: Sequence[tuple[CachedSequence, Sequence[int], Sequence[int]]]
     ) -> list[Checkpoint | None]:
-        """Reserve slots for states of sequences at positions, as far as they can be had.
+        """Reserve slots for states of sequences at positions.
 
-        With each position comes the block that ends there. Returns what became of each position, in
-        order.
+        ``requested`` has a sequence, its positions, and the block that ends at each. Return a
+        checkpoint for each position in order; None where no slot was reserved.
         """
         positions: list[int] = []
         block_ids: list[int] = []
         proposals: list[StateProposal] = []
-        for sequence, where, blocks in wanted:
-            positions += where
+        for sequence, own_positions, blocks in requested:
+            positions += own_positions
             block_ids += blocks
-            proposals += self._proposals(sequence, where)
+            proposals += self._proposals(sequence, own_positions)
         slots = self._slots.reserve(block_ids, proposals or None)
         return [
             None if slot is None else Checkpoint(position, slot)
@@ -368,7 +368,7 @@ class PrefixIndex:
 
     @guarded(nests=True, changes=True)
     def cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Give reserved slots back."""
+        """Release reserved slots."""
         if checkpoints:
             self._slots.cancel([checkpoint.slot for checkpoint in checkpoints])
 
@@ -378,9 +378,9 @@ class PrefixIndex:
     ) -> None:
         """Publish new complete blocks of sequences, and states that were written.
 
-        A block whose content another sequence published first stays private, and its state goes to
-        that other block if it has none. So a state is findable only beside the keys and values of
-        the same prefix.
+        A block stays private if another sequence has published a block of the same content. Its
+        state is then published at the other block, unless that has one. So a state is findable only
+        together with the keys and values of the same prefix.
         """
         private: list[Checkpoint] = []
         shared: list[tuple[CachedSequence, Checkpoint]] = []
@@ -424,7 +424,7 @@ class PrefixIndex:
     def _publish_states(
         self, written: Sequence[tuple[CachedSequence, Checkpoint]], blocks: Sequence[int]
     ) -> None:
-        """Publish states of sequences, each beside the block that it is found by."""
+        """Publish states of sequences, each at its block of ``blocks``."""
         slots = [checkpoint.slot for _, checkpoint in written]
         positions = [checkpoint.position for _, checkpoint in written]
         kept = self._slots.commit(slots, blocks, positions)
@@ -437,13 +437,13 @@ class PrefixIndex:
             self.tiers.offer_state(sequence, position, slot, proposal)
 
     def _propose(self, sequence: CachedSequence, position: int) -> StateProposal:
-        """Describe a state inside a prompt, at its end, or of a sequence that decodes."""
+        """Describe a state to the policy: in a prompt, at its end, or of a decoding sequence."""
         size, end, prompt = self._block_size, sequence.num_initial, sequence.prompt_seen
         depth = position // size
         is_asked = not self.refuses_states or position in sequence.wanted_boundaries
-        if position > end:  # the block need not be complete yet
+        if position > end:  # the hash of the last block may not be known yet
             return StateProposal(prompt, depth, "end", is_asked, sequence.hash_ids()[: depth - 1])
-        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
+        # If a prompt ends with a block, the same prompt again resumes from the penultimate block.
         if position >= (end - 1) // size * size:
             kind: Literal["end", "branch", "inside"] = "end"
         else:
@@ -451,22 +451,22 @@ class PrefixIndex:
         return StateProposal(prompt, depth, kind, is_asked)
 
     def _proposals(self, sequence: CachedSequence, positions: Sequence[int]) -> list[StateProposal]:
-        """Describe states to a policy that knows prompts; none to another one."""
+        """Describe states to a policy that uses prompts; return [] for other policies."""
         if sequence.prompt_seen is None:
             return []
         proposals = [self._propose(sequence, position) for position in positions]
         if sequence.prompt_seen_below is None:
             return proposals
-        # What is worth a row but no slot must have one until it is copied.
-        wanted = self.tiers.wants(sequence, proposals)
+        # A state that is worth a host row but no slot needs a slot until it is copied.
+        worth_rows = self.tiers.wants(sequence, proposals)
         return [
-            each._replace(is_asked=True) if is_wanted else each
-            for each, is_wanted in zip(proposals, wanted, strict=True)
+            each._replace(is_asked=True) if is_worth_row else each
+            for each, is_worth_row in zip(proposals, worth_rows, strict=True)
         ]
 
 
 def check_hint(will_continue: Any, source: Any) -> None:
-    """Check what a sender says of a prompt, as ``Request`` has it."""
+    """Check ``will_continue`` and ``source`` of a ``Request``."""
     _check_optional_bool("will_continue", will_continue)
     check_hashable("source", source)
 
@@ -477,5 +477,5 @@ def _check_optional_bool(name: str, value: Any) -> None:
 
 
 def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
-    """Return token positions that a caller gives, checked."""
+    """Check token positions of a caller, and return them as a tuple."""
     return tuple(as_ids("checkpoint_positions", positions, INT64_MAX))
