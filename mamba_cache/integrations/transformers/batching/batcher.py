@@ -1,4 +1,4 @@
-"""The batcher: requests of one model, computed together step by step."""
+"""The batcher: runs the requests of one model together, step by step."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ _LONGEST = 2**17
 """Maximum tokens of a sequence if the model sets none; block tables have that width."""
 
 _MAX_OFFERS = 1024
-"""Maximum number of blocks and states that wait for a copy to the tiers below."""
+"""Maximum number of blocks and states that wait to be copied to the tiers below."""
 
 _MAX_WAIT_STEPS = 64
-"""Steps in which a request may wait for a prefix that another one computes."""
+"""Maximum number of steps that a request waits for a prefix that another request computes."""
 
 _USES = 2
-"""A rectangle's shape is captured at this use."""
+"""A shape of rectangle is captured when it is used for the second time."""
 
 _TUNED_TOKENS = 256
-"""Tokens of each row of a rectangle that tunes kernels."""
+"""Tokens per row of the rectangles that tune kernels in ``prepare``."""
 
 _TOLERANCES = {True: 1e-3, False: 0.15}
-"""Of the logits' size, in single and in half precision: other attention is off by more than 1."""
+"""Tolerated relative error of logits by "is single precision"; wrong attention is off by over 1."""
 
 _MAX_TOLERANCE = 0.5
-"""Of models that differ from themselves as much, by rounding alone."""
+"""Upper limit of the tolerance for models whose own results vary as much by rounding."""
 
 _AHEAD_ON = ("cuda",)
-"""Types of devices on which a step begins before the tokens of the last one are on the host."""
+"""Types of devices on which a step begins before the last step's tokens are on the host."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -81,29 +81,30 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """Counts of batches; ``stats()`` has those of the cache.
+    """Counts of batched computation; ``stats()`` returns the counts of the cache.
+
+    A rectangle is a forward over chunks of prompts, one per row, padded to one length.
 
     Attributes:
-        generate_calls: Calls of ``generate`` that were computed as a batch. The model's own
-            forwards computed the others.
+        generate_calls: Calls of ``generate`` that were computed as a batch.
         steps: Steps of all kinds.
         decode_steps: Steps in which a request decoded.
-        decoded_tokens: Tokens that these brought.
+        decoded_tokens: Tokens from decode steps.
         prefill_forwards: Forwards over chunks of prompts.
-        prefill_tokens: Tokens that these computed.
-        rectangles: Those of them that took several requests.
-        padding_tokens: Tokens of padding that these computed besides.
-        moves: Requests that were put into other rows, so that a smaller batch does for all.
+        prefill_tokens: Prompt tokens that these forwards computed, without padding.
+        rectangles: Forwards over chunks of more than one prompt.
+        padding_tokens: Padding tokens computed in prefill forwards.
+        moves: Requests moved to lower rows so that a smaller decode batch holds all.
         captures: CUDA graphs captured.
-        graph_sizes: Sizes of decode batches that have one now.
-        graph_shapes: How many shapes of rectangles have one now.
-        graph_bytes: Device memory that the graphs there are took.
-        warm_up_seconds: Time of all captures, with the runs before them.
-        replays: Decode steps that were replayed.
-        eager_steps: Decode steps that were not.
-        eager_reason: Why the last one of these was not; empty if there was none.
-        prefill_replays: Rectangles that were replayed.
-        eager_prefills: Rectangles of a size that is captured which were not.
+        graph_sizes: Sizes of decode batches that have a CUDA graph now.
+        graph_shapes: Number of rectangle shapes that have a CUDA graph now.
+        graph_bytes: Device memory of the present CUDA graphs.
+        warm_up_seconds: Time of all captures, with the eager runs before them.
+        replays: Decode steps replayed from a CUDA graph.
+        eager_steps: Decode steps computed without a CUDA graph.
+        eager_reason: Why the last eager decode step had no graph; empty if none was eager.
+        prefill_replays: Rectangles replayed from a CUDA graph.
+        eager_prefills: Rectangles of a size for graphs, computed without one.
         prefill_eager_reason: Why rectangles are not captured; empty if they are.
     """
 
@@ -131,22 +132,25 @@ class BatchStats:
 
 @dataclass(slots=True)
 class _Decoding:
-    """The requests that decode, while they stay the same."""
+    """The decoding requests; kept from step to step while the same requests decode."""
 
-    ids: tuple[Hashable, ...] = ()  # as the step has them
+    ids: tuple[Hashable, ...] = ()  # the ids, in the step's order
     requests: list[BatchRequest] = field(default_factory=list)  # in the same order
-    by_row: list[BatchRequest | None] = field(default_factory=list)  # of the batch
-    size: int = 0  # rows of the batch
-    is_simple: bool = True  # all of them are greedy
-    places: torch.Tensor | None = None  # rows of a call of ``generate``, as rows of this batch
+    by_row: list[BatchRequest | None] = field(default_factory=list)  # by row of the batch
+    size: int = 0  # number of rows of the batch
+    is_simple: bool = True  # all requests are greedy
+    places: torch.Tensor | None = None  # the batch row of each row of a call of ``generate``
 
 
 _Part: TypeAlias = "tuple[torch.Tensor, Sequence[BatchRequest | None]]"
-"""Logits [rows, vocabulary], and the request of each row, as far as it matters whose they are."""
+"""Logits [rows, vocabulary], and each row's request, or None where its settings do not matter."""
 
 
 class Batcher:
-    """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes."""
+    """Run requests in batches, with a context that shares the blocks and slots of the store.
+
+    ``generate_batch`` calls ``step``; ``generate`` calls ``compute_rows`` and ``take_rows``.
+    """
 
     def __init__(
         self,
@@ -159,10 +163,10 @@ class Batcher:
     ) -> None:
         self._runner = runner
         self._store = store
-        self.chunk_tokens = chunk_tokens  # of prompts in one step
-        self._why_eager = is_eager  # the reason for using no CUDA graphs, if any
+        self.chunk_tokens = chunk_tokens  # maximum prompt tokens in one step
+        self._why_eager = is_eager  # the reason for using no CUDA graphs; empty: they are used
         layout, config = store.layout, store.config
-        # States of answers are kept if single tokens are computed as a prompt's are.
+        # Decoded states are cached only if decoding computes the same as a prefill would.
         saves_answers = config.reuse_answers and config.min_computed_tokens == 1
         block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
         self.context = DynamicInferenceContext(
@@ -170,7 +174,7 @@ class Batcher:
                 config,
                 max_tokens=chunk_tokens + config.max_requests,
                 max_sequence_length=_longest(runner, num_blocks * block_size),
-                ssm_chunk_size=block_size,  # of metadata that no model of the library reads
+                ssm_chunk_size=block_size,  # only for metadata that transformers' models ignore
                 vocab_size=runner.vocabulary,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=saves_answers,
@@ -196,22 +200,22 @@ class Batcher:
         )
         self._decoding = _Decoding()
         self._num_requests = 0
-        self._has_faults = False  # the last step of some requests may have failed
-        self._rows: list[BatchRequest] = []  # of a call of ``generate``
-        self._untold: list[PreparedRequest] = []  # prompts that listeners are still to be told of
-        # The step that waits for their tokens, those that sample, and what it computed of prompts.
+        self._has_faults = False  # some requests may have a ``fault`` from their last step
+        self._rows: list[BatchRequest] = []  # the rows of a call of ``generate``
+        self._untold: list[PreparedRequest] = []  # prompts without an ``Admitted`` event so far
+        # Between ``compute_rows`` and ``take_rows``: the step, its sampling requests, its chunks.
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
-        # Two steps of one token each end one block at most, if that is longer than a token.
+        # Two steps of one token each complete one block at most, if a block is longer than a token.
         self._runs_ahead = layout.device.type in _AHEAD_ON and block_size > 1
-        # Requests whose newest token the device alone knows, and how many of them, the first ones,
-        # decoded in the last step. None: all tokens are on the host.
+        # Late requests, whose newest token is on the device only; and how many of them decoded in
+        # the last step: these come first. None: all tokens are on the host.
         self._late: tuple[list[BatchRequest], int] | None = None
         self.configure()
 
     def configure(self, batching_config: Any = None) -> None:
-        """Set limits for the requests that follow, at most those of the settings.
+        """Set limits for the next requests from a ``ContinuousBatchingConfig``.
 
-        They are a ``ContinuousBatchingConfig``'s; None: those of the settings.
+        No limit exceeds the settings of the cache. None: use these.
         """
         if batching_config is not None and not hasattr(batching_config, "max_batch_tokens"):
             raise InvalidArgumentError(
@@ -247,17 +251,17 @@ class Batcher:
     ) -> list[BatchRequest]:
         """Queue a prompt.
 
-        ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
+        ``seed`` is the random seed of the first answer; the other seeds are derived from it.
         ``first_token``, if given, is the first token of each answer.
-        ``tell`` is called with the name of each answer and each token of it.
-        ``fields`` are further ones of ``Request``. Listeners are told of the prompt at the end of
-        the next step: by then the model's settings are confirmed.
+        ``tell`` is called with an answer's name and token for each new token.
+        ``fields`` are more fields of ``Request``. Listeners get the prompt's event at the end of
+        the next step, when the model's settings are confirmed.
 
-        Return a request for each of its answers. The first is called as asked, the others have
-        "__child#0" and so on after it.
+        Return a request for each answer. The first one is named ``request_id``, the others
+        ``request_id`` with "__child#0" and so on after it.
         """
         key = self._runner.fingerprint.key
-        request = self._store.request(prompt, key, request_id, **fields)  # as messages name it
+        request = self._store.request(prompt, key, request_id, **fields)  # errors name this id
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
         size, least = self.context.block_size_tokens, self.context.config.min_computed_tokens
@@ -288,7 +292,7 @@ class Batcher:
         return made
 
     def _longest_beside_pins(self, prepared: PreparedRequest) -> int:
-        """Return how many tokens a sequence may have: alone, each must fit beside the pins."""
+        """Return the maximum length of a sequence: alone, it must fit beside the pinned blocks."""
         longest, pins = self.context.config.max_sequence_length, self._store.pins
         if not pins.held:
             return longest
@@ -318,16 +322,16 @@ class Batcher:
         return self._size_for(count) in self._graphs.sizes
 
     def begin_rows(self, rows: list[BatchRequest]) -> None:
-        """Begin a call of ``generate``, whose rows are all that was submitted.
+        """Begin a call of ``generate``; ``rows`` are all requests that were submitted.
 
-        Then ``compute_rows`` and ``take_rows`` take turns. There must be room for all rows.
+        Afterwards call ``compute_rows`` and ``take_rows`` in turn. There must be room for all rows.
         """
         self._scheduler.is_lockstep = True
         self._rows = rows
         self.counts["generate_calls"] += 1
 
     def compute_rows(self) -> torch.Tensor:
-        """Run steps until all rows wait for a token; return its logits, [rows, vocabulary].
+        """Run steps until all rows need their next token; return its logits, [rows, vocabulary].
 
         Logits of finished rows are undefined.
         """
@@ -353,7 +357,7 @@ class Batcher:
         return logits.index_select(0, decoding.places)
 
     def take_rows(self, tokens: Sequence[int]) -> None:
-        """Take the token of each row."""
+        """Append each row's chosen token, and commit the step."""
         assert self._open is not None
         (step, requests, computed), self._open = self._open, None
         chosen = {one.key: token for one, token in zip(self._rows, tokens, strict=True)}
@@ -376,19 +380,19 @@ class Batcher:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that wait or run."""
         return len(self._scheduler)
 
     def begin(self) -> None:
-        """Drop graphs if the weights have moved; call it before the first step of each call."""
-        self._settle(self._take_late())  # of a step of requests that had all ended
+        """Drop graphs if the weights have moved; to be called before the first step of a call."""
+        self._settle(self._take_late())  # of a last step whose requests had all ended
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
     def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
-        """Capture decode steps of up to ``most_requests`` rows; call it while no request runs.
+        """Capture decode steps of up to ``most_requests`` rows; to be called while no request runs.
 
-        None: as many rows as requests wait.
+        None: as many rows as there are waiting requests.
         """
         count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
@@ -400,20 +404,20 @@ class Batcher:
         )
 
     def prepare(self) -> None:
-        """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
-        self.configure()  # the last call may have asked for no graphs
+        """Capture all sizes, and cache nothing; to be called while no request runs."""
+        self.configure()  # the last call may have turned CUDA graphs off
         self.begin()
         self.warm_up(self.context.max_requests, shows_progress=True)
         if not self._forwards.why_eager:
             self._capture_rectangles()  # pragma: no cover - tests/gpu run it
 
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
-        """Compute rectangles of all sizes that are captured, and the largest one that is not."""
+        """Compute rectangles so that all sizes for graphs are captured and kernels are tuned."""
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
         longest, most = self.context.config.max_sequence_length, self.chunk_tokens
         known: set[tuple[int, int]] = set()
         with transformers().utils.logging.tqdm(desc="Capturing rectangles") as bar:
-            # The first ones show how large a rectangle may be that a graph pays for.
+            # The first rectangles measure up to which size a graph saves time: see RectangleCosts.
             while sizes := [size for size in self._forwards.costs.sizes(most) if size not in known]:
                 known.update(sizes)
                 bar.reset(total=len(known))
@@ -425,7 +429,7 @@ class Batcher:
                                 self._compute_drawn([size] * rows, saves_states)
                     bar.update()
                 torch.cuda.synchronize(self.context.device)
-        # Others compile and tune their kernels here, and not in the first answers.
+        # Larger rectangles run eagerly: their kernels are compiled and tuned before the first call.
         size = min(_TUNED_TOKENS, longest)
         rows = min(self.context.max_requests, most // size)
         for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
@@ -435,23 +439,23 @@ class Batcher:
     def _compute_drawn(  # pragma: no cover - tests/gpu run it
         self, lengths: Sequence[int], saves_states: bool
     ) -> None:
-        """Compute random prompts of these lengths in one step, and forget them."""
+        """Compute random prompts of these lengths in one step; cache nothing."""
         with suppress(CapacityError), self._unseen(self._draw(lengths), saves_states):
             step = self.context.begin_step()
             self._forwards.prefill(step, self.chunk_tokens)
             self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
-        """Compute one step of all requests that can run, or take the tokens of the last one.
+        """Compute one step of all requests that can run, or take the tokens of the last step.
 
-        On a GPU a step begins before the tokens of the last one are on the host, so that the GPU
-        need not wait for the host. A request that turns out to have ended with the last one is
-        computed in vain then.
+        On a GPU a step begins before the tokens of the last step are on the host, so that the GPU
+        need not wait for the host. If the last step turns out to have ended a request, the new
+        step's token of this request is discarded.
 
-        If the model raises, the step is taken back: running requests are preempted, keep their
+        If the model raises, the step is aborted: running requests are preempted, keep their
         tokens and resume. A request whose steps fail twice in a row ends with the exception.
 
-        Return the requests that are over with it.
+        Return the requests that have finished.
         """
         if self._late is not None and self._may_close_ranks():
             return self._settle(self._take_late())
@@ -467,7 +471,7 @@ class Batcher:
                 tokens = self._choose_late(step, parts, chosen)
             else:
                 tokens, firsts = self._choose(step, parts, chosen)
-            # All work is enqueued now, so waiting for the comparison of the weights costs nothing.
+            # Waiting for the comparison of the weights costs nothing once all work is enqueued.
             self._runner.fingerprint.confirm()
         except (ModelChangedError, PoisonedError):
             raise
@@ -475,7 +479,7 @@ class Batcher:
             return over + self._settle(self._take_back(step, error))
         ended = self._take_late()
         sampled = self._commit(step, tokens, computed)
-        for request in ended:  # what this step computed of them was in vain
+        for request in ended:  # this step's tokens of these requests are discarded
             self.end(request)
         if isinstance(tokens, DeviceTokens):
             self._late = sampled, len(step.decode_rows)
@@ -486,8 +490,8 @@ class Batcher:
         return over + self._settle(ended)
 
     def _begin_step(self) -> tuple[Step | None, list[BatchRequest]]:
-        """Begin a step, if there is one; return it and the requests that cannot run."""
-        ending: set[Hashable] = set()  # those that end with the token that is not there yet
+        """Begin a step if any request can run; return it, and the requests that cannot run."""
+        ending: set[Hashable] = set()  # requests whose late token is their last one
         if self._late is None:
             self._close_ranks()
         else:
@@ -499,18 +503,18 @@ class Batcher:
         return step, failed
 
     def _compute(self, step: Step) -> tuple[list[ComputedChunks], torch.Tensor | None]:
-        """Compute a step: what is computed of prompts, and the logits of decoding requests."""
+        """Compute a step; return its computed chunks, and the logits of decoding requests."""
         computed, most = [], self._scheduler.max_chunk_tokens
         if step.prefills:
             computed = self._forwards.prefill(step, most)
         return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
-        """Preempt all requests after a step that failed; return those that are over."""
-        # The frames of the forward hold activations, and the next step needs their memory.
+        """Preempt all requests after a failed step; return the requests that have finished."""
+        # The frames of the failed forward hold activations, whose memory the next step needs.
         traceback.clear_frames(fault.__traceback__)
         requests = [self._scheduler.find(one.request_id) for one in step.requests]
-        # Before they are preempted: without its newest token a request would compute that again.
+        # Before preempting: a request without its newest token would compute that token again.
         over = self._take_late()
         self._scheduler.preempt_all()
         self._decoding = _Decoding()
@@ -525,7 +529,7 @@ class Batcher:
         return over
 
     def _find(self, request: BatchRequest) -> int:
-        """Return how many tokens of a prompt are cached, once lower tiers have brought theirs."""
+        """Load a prompt's prefix from the lower tiers; return how many of its tokens are cached."""
         prepared, tiers = request.prepared, self._store.tiers
         if tiers is not None:
             sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
@@ -533,13 +537,13 @@ class Batcher:
         return self.context.match(prepared).skip_tokens
 
     def _may_close_ranks(self) -> bool:
-        """Return whether a smaller batch would hold all requests that are left."""
+        """Return whether a smaller batch would hold all remaining requests."""
         if not self._scheduler.is_steady:
             return False
         return self._size_for(len(self._scheduler)) < self._decoding.size
 
     def _close_ranks(self) -> None:
-        """Move requests to lower rows if a smaller batch then holds all that are left."""
+        """Move requests to lower rows if a smaller batch then holds all remaining ones."""
         if not self._may_close_ranks():
             return
         decoding, left = self._decoding, len(self._scheduler)
@@ -552,7 +556,7 @@ class Batcher:
                 old, key = request.key, self._num_requests
                 try:
                     self.context.fork(old, [key])
-                except CapacityError:  # a fork takes a KV block for a moment
+                except CapacityError:  # a fork needs one more KV block for a moment
                     return
                 self.context.finish(old)
                 own = replace(request.prepared.request, request_id=key)
@@ -560,10 +564,10 @@ class Batcher:
                 self._scheduler.rename(old, request)
                 self._num_requests += 1
                 self.counts["moves"] += 1
-                self._store.counters["forks"] -= 1  # not a fork of an answer
+                self._store.counters["forks"] -= 1  # a move is not counted as a fork
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
-        """Compute the decoding requests; return logits by row of the live states."""
+        """Compute a token of each decoding request; return logits by row of the live states."""
         rows = step.decode_rows
         if not len(rows):
             return None
@@ -591,7 +595,7 @@ class Batcher:
             live[name].index_copy_(1, at, states)
 
     def _idle_rows(self, bound: int) -> list[int]:
-        """Return the rows below ``bound`` of requests that do not decode in the step."""
+        """Return rows below ``bound`` whose requests run but do not decode in this step."""
         if self._scheduler.is_steady:
             return []
         table = self.context.request_table
@@ -613,9 +617,9 @@ class Batcher:
     def _sampling(
         self, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
     ) -> tuple[list[_Part], list[BatchRequest]]:
-        """Return what tokens are chosen by, and the requests of those that follow a prompt.
+        """Return logits with their requests, and the requests that sample their first token.
 
-        The forks that these are to have draw their first tokens as well.
+        The latter include the forks of a finished prompt.
         """
         parts: list[_Part] = []
         if logits is not None:
@@ -631,7 +635,7 @@ class Batcher:
                 if not part.samples:
                     continue
                 request = self._scheduler.find(part.request_id)
-                forks = () if request.answer else request.forks  # each draws its first token
+                forks = () if request.answer else request.forks
                 waiting = (self._scheduler.find(o.key) for o in forks if self._scheduler.knows(o))
                 for one in (request, *waiting):
                     if not one.answer:
@@ -649,8 +653,8 @@ class Batcher:
     ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
         """Choose the step's tokens and copy them to the host; this waits for the device.
 
-        Return a token for each request that samples, in the step's order; and by name those of
-        ``chosen``.
+        Return a token for each sampling request, in the step's order; and the tokens of ``chosen``
+        by request key.
         """
         if not parts:
             return np.zeros(0, dtype=np.int64), {}
@@ -672,7 +676,7 @@ class Batcher:
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
 
     def _may_be_late(self, logits: torch.Tensor | None, chosen: list[BatchRequest]) -> bool:
-        """Return whether the step's tokens may reach the host after the next step has begun."""
+        """Return whether the next step may begin before this step's tokens reach the host."""
         decoding = [] if logits is None else self._decoding.requests
         requests = [*decoding, *chosen]
         needs_tokens = self._wants_logprobs or any(
@@ -684,26 +688,26 @@ class Batcher:
     def _choose_late(
         self, step: Step, parts: Sequence[_Part], chosen: Sequence[BatchRequest]
     ) -> DeviceTokens:
-        """Choose the step's tokens, and leave them on the device."""
+        """Choose the step's tokens without copying them to the host."""
         pieces = [choose_tokens(*part) for part in parts]
         places = step.decode_rows.tolist()
         firsts = {
             one.key: place for place, one in enumerate(chosen, len(parts[0][0]) if places else 0)
         }
-        # A chunk that does not end a prompt gets any token, which is not read.
+        # A chunk that does not end its prompt gets an arbitrary token, which is not read.
         places += [firsts.get(part.request_id, 0) for part in step.prefills]
         at = ints_to_device(places, self.context.device)
         return DeviceTokens(_join(pieces).index_select(0, at)[:, None])
 
     def _take_late(self) -> list[BatchRequest]:
-        """Take the tokens that the device alone knew; return the requests that are over."""
+        """Copy late tokens to the host and append them; return the requests that have finished."""
         if self._late is None:
             return []
         (late, num_decodes), self._late = self._late, None
         found = self.context.collect_step()
         for request in late:
             request.num_late = 0
-        # Some were ended meanwhile, and some preempted.
+        # Some requests were ended or preempted in the meantime.
         num_decodes = sum(one.key in found for one in late[:num_decodes])
         taken = [one for one in late if one.key in found]
         return self._take_all(num_decodes, taken, [found[one.key][0] for one in taken], {})
@@ -738,9 +742,9 @@ class Batcher:
         tokens: Sequence[int],
         firsts: Mapping[Hashable, int],
     ) -> list[BatchRequest]:
-        """Append a token to each request's answer; return the requests that are over.
+        """Append a token to each request's answer; return the requests that finish with it.
 
-        Those that were over before are left out. The first ``num_decodes`` of them decoded.
+        Requests that had finished before are skipped. The first ``num_decodes`` requests decoded.
         ``firsts`` has the first tokens of forks.
         """
         self.counts["decoded_tokens"] += sum(not one.is_over for one in requests[:num_decodes])
@@ -754,12 +758,12 @@ class Batcher:
         return [one for one, token in taken if not one.is_over and self._take(one, token)]
 
     def _settle(self, over: list[BatchRequest]) -> list[BatchRequest]:
-        """End requests between two steps, if they have not ended; return them."""
+        """End finished requests between two steps; return them."""
         for request in over:
             if not request.is_over:
                 self.end(request)
         tiers = self._store.tiers
-        # Spilling blocks this thread: do it when idle, or when much waits.
+        # Spilling blocks this thread: do it when idle, or when too many copies wait.
         if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MAX_OFFERS):
             tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
@@ -777,13 +781,13 @@ class Batcher:
         answer.append(token)
         request.timestamps.append(time.perf_counter())
         if request.first_token is not None and len(answer) == 1:
-            return False  # the last token of the prompt, which ends no answer
+            return False  # this token is the prompt's last one, which ends no answer
         try:
             if request.tell is not None:
                 request.tell(token)
             if token in settings.eos_token_ids or settings.ends(request.prompt, answer):
                 return True
-        except Exception as error:  # from this request's streamer or settings; other requests go on
+        except Exception as error:  # this request's streamer or criterion failed; others continue
             request.refuse(error)
             return True
         if len(answer) < request.max_tokens:
@@ -802,7 +806,7 @@ class Batcher:
         request.end()
 
     def check(self) -> None:
-        """Compare a batch of requests with each of them alone; no request may run meanwhile."""
+        """Compare a batch of prompts with each prompt alone; no request may be running."""
         runner, name = self._runner, type(self._runner.model).__name__
         prompts = self._draw(self._lengths_to_check())
         try:
@@ -823,8 +827,8 @@ class Batcher:
             errors.append(distance(expected, actual))
             roundings.append(distance(expected, whole))
         is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
-        # In half precision a router may choose other experts for one of them. How far that goes
-        # shows where the model computes the same prompt in one forward and in two.
+        # In half precision a router may choose other experts for one prompt. Two forwards and one
+        # forward over the same prompt show how much the model's own results vary.
         typical, rounding = (sorted(each)[len(each) // 2] for each in (errors, roundings))
         if not typical <= max(_TOLERANCES[is_single], min(3 * rounding, _MAX_TOLERANCE)):
             raise UnresumableModelError(
@@ -833,23 +837,23 @@ class Batcher:
             )
 
     def _draw(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Draw random prompts, the same ones each time."""
+        """Return random prompts of these lengths, the same in each call."""
         generator = torch.Generator(device="cpu").manual_seed(2)
         return [random_tokens(self._runner, size, generator) for size in lengths]
 
     def _lengths_to_check(self) -> list[int]:
-        """Return the lengths of up to three sequences for which there is room."""
+        """Return the lengths of up to three sequences that fit beside the pins."""
         config, count = self.context.config, min(self.context.max_requests, 3)
         longest = min(config.max_sequence_length - 1, config.max_tokens // count)
-        # With the token that is decoded.
+        # The decoded token is counted.
         given = [min(n, longest) + 1 for n in (config.block_size_tokens + 3, 5, 2)[:count]]
         fewer = given, given[:2], given[1:], given[-1:]
         return next((one for one in fewer if one and self.has_room(one)), given[-1:])
 
     def _compute_unseen(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Compute sequences as requests whose last token is decoded, and forget them.
+        """Compute sequences as requests whose last token is decoded; cache nothing.
 
-        Of at least two tokens each; returns [vocabulary] logits after the last one of each.
+        Sequences have at least two tokens. Return [vocabulary] logits after each one's last token.
         """
         with self._unseen([tokens[:-1] for tokens in sequences]):
             step = self.context.begin_step()
@@ -863,7 +867,7 @@ class Batcher:
     def _unseen(
         self, prompts: Sequence[Sequence[int]], saves_states: bool = False
     ) -> Iterator[None]:
-        """Add requests for the length of the body, and remove what they cached."""
+        """Add requests while the body runs; then remove their cached prefixes and counts."""
         blocks, before = self.context.kv_block_allocator, self._store.counters.copy()
         salt, self._store.placement.is_off = os.urandom(16), not saves_states
         counts = Counter(self.counts)
@@ -900,15 +904,15 @@ class Batcher:
         )
 
     def drop(self) -> None:
-        """End all requests and a step in flight; cached prefixes stay."""
+        """Drop all requests and the step in flight; keep cached prefixes."""
         self._forwards.put_back()
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
     def reset(self, *, keeps_graphs: bool = False) -> None:
-        """Forget all: the store's prefixes, counts, and unless kept the graphs.
+        """Drop all requests, cached prefixes and counts, and the graphs unless they are kept.
 
-        Graphs may be kept when only values of weights have changed: they read the same memory.
+        Graphs may be kept if only the values of weights have changed: they read the same memory.
         """
         self._forwards.put_back()
         self._clear()
