@@ -118,7 +118,7 @@ class StepBuffers:
 
         Both are views on the device; on the CPU lists, which cost less to make and to read.
         """
-        count = self._last.used[name]
+        count = self._last.used[_PADDED.index(name)]
         if not count:
             return []
         if self._cpu_arrays is not None:
@@ -155,26 +155,18 @@ class StepBuffers:
             bounds, longest = self._fill_prefills(host, chunks, num_decodes, num_decode_tokens)
             max_seq_len = max(max_seq_len, longest)
             num_chunks, num_checkpoints = self._fill_chunks(host, chunks, bounds)
-        elif host.used["chunk_seq_idx"]:
+        elif host.used[_PADDED.index("chunk_seq_idx")]:
             host.arrays["cu_chunk_seqlens"].fill(0)
         num_tokens = num_decode_tokens + bounds[-1]
         if num_prefills or saved or host.with_boundaries:
             num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
-        used = {
-            "tokens": num_tokens,
-            "requests": num_requests,
-            "decode_state_rows": num_decodes,
-            "chunk_seq_idx": num_chunks,
-            "last_chunk_indices": num_prefills,
-            "checkpoints": num_checkpoints,
-            "restores": num_restores,
-            "boundaries": num_saved,
-        }
+        used = [num_tokens, num_requests, num_decodes, num_chunks, num_prefills]  # as in _PADDED
+        used += num_checkpoints, num_restores, num_saved
         if used != host.used:
             host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
             # What the last step had beyond the entries of now is padding.
-            for name, before in host.used.items():
-                if before > (count := used[name]):
+            for name, before, count in zip(_PADDED, host.used, used, strict=True):
+                if before > count:
                     host.arrays[name][count:before] = _PADDINGS.get(name, PAD_SLOT_ID)
             host.used = used
         if host.copied is not None:
@@ -375,7 +367,7 @@ class _HostSide:
         self.at: dict[str, Any] = {name: self.arrays[name].data for name in views}
         self.with_boundaries: list[int] = []  # requests of the last step that have boundaries
         self.arrays["boundaries_by_request"].fill(PAD_SLOT_ID)
-        self.used = {name: len(self.arrays[name]) for name in _PADDED}  # what is not padding
+        self.used = [len(self.arrays[name]) for name in _PADDED]  # what is not padding
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
         self.stamp = -1  # the table's when decoding requests were compared
