@@ -1,8 +1,8 @@
-"""Choose by your own rules where states are saved and which go first, and compare hit rates.
+"""A custom placement and a custom eviction policy, and a comparison of hit rates.
 
-A placement and an eviction policy are plain objects that the context asks. No model runs here: the
-bookkeeping is the real one, the tokens are drawn at random. Most requests share one of a few long
-documents, some more popular than others, and ask from anywhere within it; the rest come once.
+Both are plain objects that the context calls. The example runs no model: the bookkeeping is real,
+the tokens are random. Most prompts begin with a part of one of a few long documents, some of them
+more popular than others; the other prompts share nothing.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ FEW_SLOTS, MANY_SLOTS = 32, 4096
 
 
 class DoublingPlacement:
-    """Saves states after 1, 2, 4, 8, ... blocks of a prompt, and after the last complete one.
+    """Saves states after 1, 2, 4, 8, ... blocks of a prompt, and after its last complete block.
 
-    A prompt that leaves another one anywhere finds a state at half of the shared length or later,
-    at the price of a few states for each prompt.
+    A prompt that shares a prefix with an earlier prompt finds a state at half of the shared length
+    or later, at the cost of a few states for each prompt.
     """
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns the positions in tokens, each at a block's end."""
+        """Return the positions in tokens, each at a block's end."""
         num_blocks = facts.prompt_tokens // facts.block_size_tokens
         doubling = [2**i for i in range(num_blocks.bit_length())]
         return [blocks * facts.block_size_tokens for blocks in {*doubling, num_blocks}]
 
 
 class PopularSlotPolicy:
-    """Evicts the state with the fewest hits first; of equal ones, the longest unused."""
+    """Evicts the state with the fewest hits first; of equal states, the least recently used."""
 
     def __init__(self) -> None:
         self.reset(0)
@@ -59,23 +59,23 @@ class PopularSlotPolicy:
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the slots to evict. It may be asked without evicting, so it changes nothing."""
+        """Return slots to evict. A call may be without an eviction, so nothing is changed."""
         order = np.lexsort((self._last_use[slots], self._hits[slots]))
         chosen: list[int] = slots[order[:num_slots]].tolist()
         return chosen
 
     def on_stored(self, slots: Sequence[int]) -> None:
-        """Begins to count the hits of new states."""
+        """Start to count the hits of new states."""
         self._hits[list(slots)] = 0
         self._touch(slots)
 
     def on_consumed(self, slots: Sequence[int]) -> None:
-        """Counts a hit."""
+        """Count a hit."""
         self._hits[list(slots)] += 1
         self._touch(slots)
 
     def reset(self, max_slots: int) -> None:
-        """Forgets everything."""
+        """Clear all counts."""
         self._clock = 0
         self._hits = np.zeros(max_slots, np.int64)
         self._last_use = np.zeros(max_slots, np.int64)
@@ -97,7 +97,7 @@ POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
 
 
 def make_prompts() -> list[npt.NDArray[np.int32]]:
-    """Draw prompts: 8 of 10 begin like a document, and leave it somewhere in its second half."""
+    """Draw prompts: 8 of 10 share a document up to a random point in its second half."""
     rng = np.random.default_rng(7)
     length = DOCUMENT_BLOCKS * BLOCK_SIZE_TOKENS
     documents = rng.integers(0, 32_000, (NUM_DOCUMENTS, length), dtype=np.int32)
@@ -117,7 +117,7 @@ def hit_rate(
     policy: SlotEvictionPolicy,
     max_slots: int,
 ) -> float:
-    """Run prompts one after the other; return the share of tokens that were skipped."""
+    """Run prompts one after another; return the share of skipped tokens."""
     config = CacheConfig(
         block_size_tokens=BLOCK_SIZE_TOKENS,
         ssm_chunk_size=BLOCK_SIZE_TOKENS,
@@ -133,7 +133,7 @@ def hit_rate(
     for number, prompt in enumerate(prompts):
         context.add_request(Request(request_id=number, prompt_tokens=prompt))
         metadata = context.begin_step().metadata
-        # In place of a model's one layer: a number for each chunk, and one for each token.
+        # Stands in for a model's one layer: a number for each chunk and for each token.
         states = torch.zeros(metadata.num_chunks, 1, 1, 1)
         inputs = torch.zeros(metadata.num_prefill_tokens, 1)
         context.extract_checkpoint_states(0, states, inputs, metadata)
@@ -145,7 +145,7 @@ def hit_rate(
 
 
 def main() -> int:
-    """Print the share of tokens skipped for every placement and policy."""
+    """Print the share of skipped tokens for every placement and policy."""
     prompts = make_prompts()
     print(f"{NUM_REQUESTS} prompts, {FEW_SLOTS} slots. Tokens that need not be computed:\n")
     print(" " * 20 + "".join(f"{name:>20}" for name in POLICIES) + f"{f'{MANY_SLOTS:,} slots':>20}")

@@ -1,8 +1,8 @@
 """An inference engine in 100 lines around ``DynamicInferenceContext``.
 
-The model stands behind two functions: ``forward`` computes a step, ``sample`` chooses tokens. The
-engine batches requests continuously, computes long prompts in chunks, preempts when KV blocks run
-short, and takes a step back when the model fails.
+The engine calls a model by two functions: ``forward`` computes a step, ``sample`` chooses tokens.
+The engine batches requests continuously, computes long prompts in chunks, preempts requests when KV
+blocks run short, and aborts a step when the model fails.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ DECODING, PREEMPTED = RequestStatus.DECODING, RequestStatus.PREEMPTED
 
 
 class TinyEngine:
-    """Runs requests to their ends.
+    """Runs requests to completion.
 
     Args:
-        context: The requests' memory, and the cache.
+        context: The requests' memory and the cache.
         forward: Computes a step; returns logits [num_requests, vocab_size] in batch order.
         sample: Chooses a token for each row of logits.
-        chunk_tokens: Tokens of a prompt that one step computes at most.
+        chunk_tokens: Maximum tokens of a prompt in one step.
         max_new_tokens: Tokens of each answer.
 
     Attributes:
-        admissions: What each request found cached, by its name.
+        admissions: Match of each request, by request id.
         answers: The tokens of each finished request.
     """
 
@@ -58,9 +58,9 @@ class TinyEngine:
         self.context, self.forward, self.sample = context, forward, sample
         self.chunk_tokens, self.max_new_tokens = chunk_tokens, max_new_tokens
         self.queue: deque[Request] = deque()
-        self.admissions: dict[Hashable, Admission] = {}  # the oldest first
+        self.admissions: dict[Hashable, Admission] = {}  # oldest first
         self.answers: dict[Hashable, list[int]] = {}
-        self._tokens_left: dict[Hashable, int] = {}  # of running requests, the oldest first
+        self._tokens_left: dict[Hashable, int] = {}  # of running requests, oldest first
 
     def run(self) -> None:
         """Step until every request is answered."""
@@ -70,7 +70,7 @@ class TinyEngine:
                 self.compute(step)
 
     def begin_step(self) -> Step | None:
-        """Begin a step; where memory is short, the youngest request gives its own back."""
+        """Begin a step; if memory is short, preempt the youngest request."""
         while (shortage := self.schedule()) and not self.running(SCHEDULED, DECODING):
             self.make_room(shortage)
         while self.running(SCHEDULED, DECODING):
@@ -81,7 +81,7 @@ class TinyEngine:
         return None
 
     def schedule(self) -> CapacityError | None:
-        """Go on with prompts begun, then admit others; return what was short, if anything was."""
+        """Continue prompts, then resume and admit requests; return a shortage if there is one."""
         try:
             for name in self.running(PREFILLING):
                 self.context.schedule_prefill(name, chunk_tokens=self.chunk_tokens)
@@ -92,19 +92,19 @@ class TinyEngine:
                 name = self.queue.popleft().request_id
                 self.admissions[name] = admission
                 self._tokens_left[name] = self.max_new_tokens
-        except CapacityError as error:  # those behind wait for a later step
+        except CapacityError as error:  # requests behind wait for a later step
             return error
         return None
 
     def compute(self, step: Step) -> None:
-        """Run the model, and finish the requests that have all their tokens."""
+        """Run the model, and finish the requests whose answers are complete."""
         try:
             logits = self.forward(step.metadata, self.context)
             tokens = zip(step.requests, self.sample(logits).tolist(), strict=True)
             sampled = {part.request_id: token for part, token in tokens if part.samples}
             self.context.commit_step(sampled)
         except BaseException:
-            self.context.abort_step()  # its requests are preempted now, and resume later
+            self.context.abort_step()  # preempts the step's requests, which resume later
             raise
         for name in sampled:
             self._tokens_left[name] -= 1
@@ -113,19 +113,19 @@ class TinyEngine:
                 self.answers[name] = self.context.finish(name)
 
     def make_room(self, shortage: CapacityError) -> None:
-        """Preempt the youngest request; raise what was short if there is no other."""
+        """Preempt the youngest request; raise the shortage if no other request runs."""
         holders = self.running(SCHEDULED, PREFILLING, DECODING)
         if len(holders) < 2:
             raise shortage
         self.context.preempt(holders[-1])
 
     def running(self, *statuses: RequestStatus) -> list[Hashable]:
-        """Return the running requests of these statuses, the oldest first."""
+        """Return the running requests with these statuses, oldest first."""
         return [name for name in self._tokens_left if self.context.status(name) in statuses]
 
 
 def make_context(model: HybridModel, *, enable_prefix_caching: bool) -> DynamicInferenceContext:
-    """Make the memory for a model; three requests at a time, so that the fourth has to wait."""
+    """Create a model's context for three requests at a time, so that a fourth must wait."""
     config = CacheConfig(
         block_size_tokens=64,
         ssm_chunk_size=64,
@@ -147,7 +147,7 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> int:
-    """Answer questions after one long text, with the cache and without; compare the answers."""
+    """Answer questions about one long text with the cache and without; compare the answers."""
     torch.set_num_threads(1)
     model = HybridModel(dtype=torch.float64)
     system = b"You are a patient teacher. Answer in one short sentence. " * 8
@@ -166,7 +166,7 @@ def main() -> int:
                 )
             )
             if question is questions[0]:
-                engine.run()  # alone, so that there is something to find
+                engine.run()  # alone, so that later requests have a match
         engine.run()
         context.check_invariants()
         runs.append(engine)

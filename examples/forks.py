@@ -1,11 +1,11 @@
-"""Several answers to one prompt and a beam search, with forks and without, and compare.
+"""Several answers to one prompt and a beam search, with forks and without.
 
 With forks the prompt is computed once: its full KV blocks are shared, and each answer or beam has a
-copy of the unfinished block and of the live state. Without, every answer computes the whole prompt,
-and so does every beam at every step.
+copy of the unfinished block and of the live state. Without forks, every answer computes the whole
+prompt, and every beam computes it at every step.
 
 The model is small and hybrid (Mamba-2, attention and MLP layers; random weights, float64, on the
-CPU), and what it says means nothing. The texts must be the same both ways.
+CPU). Its texts mean nothing, but must be the same both ways.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_context(model: HybridModel) -> DynamicInferenceContext:
 
 
 def several_answers(model: HybridModel) -> tuple[list[tuple[int, ...]], int]:
-    """Draw answers to one prompt by forks; return them, and how many tokens were computed."""
+    """Draw answers to one prompt by forks; return answers and the number of computed tokens."""
     engine = Engine(model, make_config())
     name = engine.submit(PROMPT, SAMPLING, n=NUM_ANSWERS)
     names = [name, *((name, index) for index in range(1, NUM_ANSWERS))]
@@ -64,7 +64,7 @@ def several_answers(model: HybridModel) -> tuple[list[tuple[int, ...]], int]:
 
 
 def separate_answers(model: HybridModel) -> tuple[list[tuple[int, ...]], int]:
-    """Draw the same answers by requests of their own, without a cache."""
+    """Draw the same answers by separate requests, without a cache."""
     engine = Engine(model, make_config(enable_prefix_caching=False))
     answers = []
     for index in range(NUM_ANSWERS):
@@ -74,7 +74,7 @@ def separate_answers(model: HybridModel) -> tuple[list[tuple[int, ...]], int]:
 
 
 def beam_search(model: HybridModel) -> tuple[list[Beam], int]:
-    """Find the likeliest texts by forks; return them, and how many tokens were computed."""
+    """Find the likeliest texts by forks; return texts and the number of computed tokens."""
     context = make_context(model)
     context.add_request(Request(request_id=0, prompt_tokens=PROMPT))
     scores: dict[Hashable, float] = {0: 0.0}
@@ -89,23 +89,23 @@ def beam_search(model: HybridModel) -> tuple[list[Beam], int]:
             index, token = divmod(place, logits.shape[1])
             found[step.request_ids[index]].append((float(totals[place]), token))
 
-        # A beam goes on with the likeliest of its tokens, and forks for each of the others.
-        context.commit_step({beam: its[0][1] if its else 0 for beam, its in found.items()})
+        # A beam goes on with its likeliest token, and forks for each further token.
+        context.commit_step({beam: chosen[0][1] if chosen else 0 for beam, chosen in found.items()})
         scores = {}
-        for beam, its in found.items():
-            if not its:
-                context.finish(beam)  # first of all, so that there are rows for the forks
-        for beam, its in found.items():
-            ids = [beam, *(next(new_ids) for _ in its[1:])]
-            if its[1:]:
-                context.fork(beam, ids[1:], last_tokens=[token for _, token in its[1:]])
-            scores.update(zip(ids, (score for score, _ in its), strict=False))
+        for beam, chosen in found.items():
+            if not chosen:
+                context.finish(beam)  # before any fork, so that rows are free for the forks
+        for beam, chosen in found.items():
+            ids = [beam, *(next(new_ids) for _ in chosen[1:])]
+            if chosen[1:]:
+                context.fork(beam, ids[1:], last_tokens=[token for _, token in chosen[1:]])
+            scores.update(zip(ids, (score for score, _ in chosen), strict=False))
     beams = [Beam(score, tuple(context.finish(beam))) for beam, score in scores.items()]
     return sorted(beams, reverse=True), context.stats().computed_tokens
 
 
 def separate_beam_search(model: HybridModel) -> tuple[list[Beam], int]:
-    """Find the same texts, each beam computed from its beginning at each step."""
+    """Find the same texts; each step computes every beam from the start."""
     beams, num_computed = [Beam(0.0, ())], 0
     for _ in range(BEAM_TOKENS):
         found = []
@@ -122,18 +122,18 @@ def separate_beam_search(model: HybridModel) -> tuple[list[Beam], int]:
 
 
 def main() -> int:
-    """Print how many tokens were computed both ways; return 1 if the texts differ."""
-    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    """Print the number of computed tokens both ways; return 1 if the texts differ."""
+    torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     model = HybridModel(dtype=torch.float64, seed=0)
     answers, num_computed = several_answers(model)
-    wanted, num_separate = separate_answers(model)
+    same_answers, num_separate = separate_answers(model)
     print(f"{NUM_ANSWERS} answers of {SAMPLING.max_new_tokens} tokens, prompt of {len(PROMPT)}:")
     print(f"  {num_computed:5,} tokens computed with forks, {num_separate:6,} without")
     beams, num_beamed = beam_search(model)
     same_beams, num_separate = separate_beam_search(model)
     print(f"{NUM_BEAMS} beams of {BEAM_TOKENS} tokens:")
     print(f"  {num_beamed:5,} tokens computed with forks, {num_separate:6,} without")
-    agree = answers == wanted and [b.tokens for b in beams] == [b.tokens for b in same_beams]
+    agree = answers == same_answers and [b.tokens for b in beams] == [b.tokens for b in same_beams]
     print("All texts agree." if agree else "The texts DO NOT AGREE.")
     return 0 if agree else 1
 

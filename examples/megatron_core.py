@@ -1,7 +1,7 @@
-"""Megatron Core's inference context with this package's slots for saved states, and with no cache.
+"""Megatron Core's inference context with this package's slots for saved states, and without cache.
 
-``megatron.installed()`` is all that the swap takes. A stand-in for the model moves a state along,
-which must end as without a cache. Needs a CUDA device and Megatron Core; the tests need no device.
+``megatron.installed()`` installs the slots. A stand-in for the model advances a state, which must
+be the same at the end without a cache. Needs a CUDA device and Megatron Core (tests: no device).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_context(*, cached: bool) -> Any:
 
 
 def forward(context: Any) -> tuple[int, torch.Tensor]:
-    """Stand in for the model; return how many tokens it computed, and the state at their end."""
+    """Stand in for the model; return the number of computed tokens and the state after them."""
     meta, slots = context.mamba_metadata, context.mamba_slot_allocator
     tokens = context.current_input_and_position_ids()[0][0].tolist()[: context.active_token_count]
     row = int(meta.batch_indices_prefill[0])
@@ -53,7 +53,7 @@ def forward(context: Any) -> tuple[int, torch.Tensor]:
             conv.copy_(conv.roll(-1, dims=-1))[..., -1] = token
             ssm.mul_(0.99).add_(token)
         after.append((conv.clone(), ssm.clone()))
-    if slots is not None:  # hand over the states that are to be saved, as the mixer does
+    if slots is not None:  # hand over the states to save, as Megatron's mixer does
         due = meta.intermediate_chunk_indices.tolist()
         for place, chunk in enumerate(due[: getattr(meta, "intermediate_real_count", None)]):
             slots.intermediate_conv_out[:, place] = after[chunk][0]
@@ -63,7 +63,7 @@ def forward(context: Any) -> tuple[int, torch.Tensor]:
 
 
 def run(*, cached: bool) -> list[tuple[int, torch.Tensor]]:
-    """Have every prompt computed; return how many tokens of it were, and the state at its end."""
+    """Compute every prompt; return the number of its computed tokens and its end state."""
     context, found = make_context(cached=cached), []
     sampling = core(".inference.sampling_params").SamplingParams(num_tokens_to_generate=8)
     device = context.token_to_input_ids.device

@@ -1,10 +1,10 @@
 """Your own engine: four calls around a model's forward, with the cache and without.
 
-A visitor asks a guide one question after the other; each prompt is all that was said before. States
-are saved while the model answers too, so a turn begins where the last answer ended, to within a
-block. The model is small, with random weights and bytes as tokens: what it says means nothing, but
-with the cache and without it must say the same. Put your own in its place: its layers read
-``step.metadata``, and states, keys and values from the context (docs/tutorial/embed.md).
+A visitor asks a guide one question after another; each prompt is the whole conversation so far.
+States are also saved while the model answers, so a turn begins where the last answer ended, to
+within a block. The model is small, with random weights and bytes as tokens: its answers mean
+nothing, but must be the same with the cache and without. Replace it by your model, whose layers
+read ``step.metadata``, and states, keys and values from the context (docs/tutorial/embed.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUESTIONS = (
 
 
 def make_context(model: HybridModel, *, enable_prefix_caching: bool) -> DynamicInferenceContext:
-    """Return the memory of requests of a model, and the cache."""
+    """Return a context with memory for a model's requests and its cache."""
     config = CacheConfig(
         block_size_tokens=BLOCK_SIZE_TOKENS,
         ssm_chunk_size=model.config.ssm_chunk_size,
@@ -45,7 +45,7 @@ def make_context(model: HybridModel, *, enable_prefix_caching: bool) -> DynamicI
 def answer(
     context: DynamicInferenceContext, model: HybridModel, prompt: list[int]
 ) -> tuple[list[int], int]:
-    """Return an answer, and how many tokens of the prompt were not computed."""
+    """Return an answer, and the number of skipped prompt tokens."""
     found = context.add_request(Request(request_id="a", prompt_tokens=prompt))
     for _ in range(NEW_TOKENS):
         step = context.begin_step()
@@ -57,7 +57,7 @@ def answer(
 def converse(
     context: DynamicInferenceContext, model: HybridModel
 ) -> list[tuple[int, int, list[int]]]:
-    """Ask every question; return of each turn the prompt's length, what was skipped, the answer."""
+    """Ask every question; return the prompt's length, skipped tokens and answer of each turn."""
     history, turns = list(SYSTEM), []
     for question in QUESTIONS:
         prompt = [*history, *b"\nVisitor: ", *question, *b"\nGuide: "]
@@ -70,7 +70,7 @@ def converse(
 
 def main() -> int:
     """Hold the conversation with the cache and without, and compare; return the exit status."""
-    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     model = HybridModel(dtype=torch.float64)
     with_cache, without = (
         converse(make_context(model, enable_prefix_caching=cached), model)

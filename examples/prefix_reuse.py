@@ -1,9 +1,9 @@
 """Answer prompts that share prefixes, with the prefix cache and without, and compare.
 
 A small hybrid model (Mamba-2, attention and MLP layers; random weights, float64, on the CPU) reads
-real English: the documentation topics that ship inside CPython, with bytes as tokens. It computes
-every prompt twice, once without a cache. What it answers means nothing, but both answers must be
-the same. Needs rich, which the extra `test` brings along.
+real English: CPython's documentation topics, with bytes as tokens. Every prompt is computed twice,
+once without a cache. The answers mean nothing, but both must be the same. Needs rich, which the
+extra `test` installs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
         on_answer: Called after each answer.
 
     Attributes:
-        answers: What became of each prompt, by the prompt's name.
+        answers: The result of each prompt, by the prompt's name.
     """
 
     def __init__(self, model: HybridModel, *, cached: bool, on_answer: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Run:
         self._on_answer = on_answer
 
     def all_scenes(self) -> dict[str, Completion]:
-        """Play every scene; return the answers."""
+        """Run every scene; return the answers."""
         engine = self.make_engine(num_kv_blocks=256, max_slots=32)
         self.system_prompt(engine)
         self.conversation(engine)
@@ -63,7 +63,7 @@ class Run:
         return self.answers
 
     def system_prompt(self, engine: Engine) -> None:
-        """Four questions after one long text: one of them computes it, the others wait for it."""
+        """Ask four questions after one long text; one computes the text, the others wait."""
         system = "Answer from this text.\n\n" + topics["compound"][:2500] + "\n\nQuestion: "
         questions = (
             "When does an if statement run its else clause?",
@@ -78,7 +78,7 @@ class Run:
         self.ask(engine, prompts)
 
     def conversation(self, engine: Engine) -> None:
-        """Four turns, each on top of the answer before."""
+        """Ask four questions in turn; each prompt contains the answers before."""
         history = b"Let us talk about this.\n\n" + topics["execmodel"][:1400].encode()
         questions = (
             "What binds a name?",
@@ -92,9 +92,9 @@ class Run:
             history = prompt + bytes(answer.tokens)
 
     def branch(self, engine: Engine) -> None:
-        """A text, others that begin like it, and the text again.
+        """Ask a text, two prompts that share its first part, and the text again.
 
-        The first to branch off finds keys and values, but no state: it saves one for the next.
+        The first branch finds keys and values but no state, and saves a state for the next one.
         """
         text = topics["debugger"].encode()[:2400]
         half = text[:1500]
@@ -104,7 +104,7 @@ class Run:
         self.ask(engine, {"branch 4": text})
 
     def eviction(self, engine: Engine) -> None:
-        """Three texts in turn, of which two fit into the cache: the last B is forgotten."""
+        """Ask three texts in turn; only two fit into the cache, so the last B is a miss."""
         texts = {
             "A": topics["formatstrings"],
             "B": topics["types"],
@@ -114,7 +114,7 @@ class Run:
             self.ask(engine, {f"eviction {number}: {text}": texts[text][:1200].encode()})
 
     def ask(self, engine: Engine, prompts: Mapping[str, bytes]) -> Completion:
-        """Run prompts together, and return what became of the last."""
+        """Run prompts together; return the result of the last one."""
         completions = engine.generate([list(prompt) for prompt in prompts.values()], SAMPLING)
         for name, completion in zip(prompts, completions, strict=True):
             if completion.error is not None:
@@ -124,7 +124,7 @@ class Run:
         return completions[-1]
 
     def make_engine(self, *, num_kv_blocks: int, max_slots: int) -> Engine:
-        """Return an engine with memory for so many blocks and saved states."""
+        """Return an engine with memory for this many blocks and saved states."""
         config = CacheConfig(
             block_size_tokens=128,
             ssm_chunk_size=self._model.config.ssm_chunk_size,
@@ -139,7 +139,7 @@ class Run:
 
 
 def play() -> tuple[dict[str, Completion], dict[str, Completion]]:
-    """Run all scenes with the cache and without, behind a bar if stderr is a terminal."""
+    """Run all scenes with the cache and without, with a progress bar if stderr is a terminal."""
     model = HybridModel(HybridModelConfig(layer_pattern="M*MM-"), dtype=torch.float64, seed=0)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
@@ -155,7 +155,7 @@ def play() -> tuple[dict[str, Completion], dict[str, Completion]]:
 
 
 def warm_up(model: HybridModel) -> None:
-    """Run once what every step runs, so that no measured request pays for torch's start."""
+    """Run a prompt once, so that no measured request includes torch's start-up."""
     run = Run(model, cached=False, on_answer=lambda: None)
     run.ask(run.make_engine(num_kv_blocks=32, max_slots=0), {"warm-up": bytes(range(256)) * 4})
 
@@ -178,7 +178,7 @@ def report(
                 "miss_reason": completion.admission.miss_reason,
             }
             for name, completion in with_cache.items()
-            if completion.admission is not None  # only forks have none
+            if completion.admission is not None  # forks have none
         ],
         "outputs_match": {name: answer.tokens for name, answer in with_cache.items()}
         == {name: answer.tokens for name, answer in without_cache.items()},
@@ -234,7 +234,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     result = report(*play())
     if arguments.json:
         print(json.dumps(result, indent=2))
@@ -244,6 +244,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough, such as `head`, ends this too
+    if hasattr(signal, "SIGPIPE"):  # ends this script too when a reader such as `head` ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

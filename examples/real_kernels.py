@@ -1,11 +1,11 @@
 """Real kernels under ``DynamicInferenceContext``: a packed scan, a decode step, paged attention.
 
-The layers below are those of the reference model, with the kernels that engines use in the place
-of its PyTorch functions: a packed SSD scan of Megatron Core's or vLLM's signature, fed by
-``StepMetadata``, whose raw chunk states go into ``extract_checkpoint_states``; a decode step that
-updates live states in place, by our rows; attention over block tables. Each is optional: what is
-installed is used, and where a kernel is missing, or there is no GPU for it, the reference function
-stands in. In the end it compares answers with the cache and without.
+The layers below are the reference model's, with the kernels of engines instead of its PyTorch
+functions: a packed SSD scan with the signature of Megatron Core or vLLM, whose inputs come from
+``StepMetadata`` and whose raw chunk states go to ``extract_checkpoint_states``; a decode step that
+updates live states in place by this package's rows; attention over block tables. Each kernel is
+optional: a missing kernel, or one without a GPU, is replaced by the reference function. At the end
+the example compares answers with the cache and without.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan
 
 REFERENCE = "reference (PyTorch)"
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
-"""How far states may be from the reference functions', as a share of the largest magnitude."""
+"""Maximum difference to the reference functions' states, relative to the largest magnitude."""
 
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """What a scan and a decode step read of packed tokens, beside the states.
+    """Inputs of a scan and of a decode step for packed tokens, besides the states.
 
     Attributes:
         x: [num_tokens, heads, head_dim].
@@ -71,11 +71,11 @@ class Kernels:
     Attributes:
         scan: (inputs, initial_states [prefills, heads, head_dim, state_size], batch) -> outputs,
             and the states at the ends of all chunks.
-        update: (ssm_states, inputs, rows) -> outputs; updates the rows of the live states.
+        update: (ssm_states, inputs, rows) -> outputs; updates these live-state rows.
         conv: (inputs, weight, bias, windows, batch) -> outputs after SiLU.
-        conv_update: (inputs, conv_states, weight, bias, rows) -> outputs after SiLU; likewise.
+        conv_update: (inputs, conv_states, weight, bias, rows) -> outputs after SiLU; updates rows.
         attention: (queries, one layer's kv_cache, batch) -> outputs.
-        sources: Where each is from.
+        sources: The origin of each function.
     """
 
     scan: Callable[[ScanInputs, Tensor, PackedBatch], tuple[Tensor, Tensor]]
@@ -86,7 +86,7 @@ class Kernels:
     sources: dict[str, str]
 
 
-# The reference functions, which stand in for kernels.
+# The reference functions, used where a kernel is missing.
 
 
 def reference_scan(
@@ -135,9 +135,9 @@ def sdpa_attention(queries: Tensor, kv_cache: Tensor, batch: PackedBatch) -> Ten
     if metadata.num_prefills:  # chunk by chunk: a tile of queries of one request
         tiles = batch.prefills.split(queries[metadata.num_decode_tokens :])
         at = batch.prefills.split(positions[metadata.num_decode_tokens :])
-        owners = tables[n:][batch.prefills.sequences]
+        blocks = tables[n:][batch.prefills.sequences]
         pieces = [slice(i, i + 1) for i in range(len(tiles))]
-        attended = [attend(tiles[i], kv_cache, owners[i], at[i]) for i in pieces]
+        attended = [attend(tiles[i], kv_cache, blocks[i], at[i]) for i in pieces]
         outputs.append(batch.prefills.join(torch.cat(attended)))
     return torch.cat(outputs)
 
@@ -160,13 +160,13 @@ def _tables(kv_cache: Tensor, batch: PackedBatch) -> Tensor:
     return metadata.block_tables[: metadata.num_requests, :num_blocks]
 
 
-# Kernels as others wrote them, behind the signatures above.
+# Adapters of other packages' kernels to the signatures above.
 
 
 def packed_scan(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Adapt ``mamba_chunk_scan_combined_varlen`` of Megatron Core or vLLM."""
     names = inspect.signature(function).parameters
-    # Megatron Core from 0.19 on returns (final, raw); before, and in vLLM, the raw ones alone.
+    # Megatron Core from 0.19 on returns (final, raw); earlier versions and vLLM return raw only.
     is_pair = "return_raw_states" in names
     all_states = "return_raw_states" if is_pair else "return_intermediate_states"
 
@@ -176,7 +176,7 @@ def packed_scan(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Ten
         metadata, y = batch.metadata, torch.empty_like(inputs.x)
         prefills, chunks = metadata.num_prefills, metadata.num_chunks
         options: dict[str, Any] = {all_states: True}
-        if "cu_seqlens" in names:  # vLLM's: counted from the prefill part's first token
+        if "cu_seqlens" in names:  # vLLM: counted from the prefill part's first token
             starts = metadata.query_start_loc[metadata.num_decodes : metadata.num_requests + 1]
             options["cu_seqlens"] = starts - metadata.num_decode_tokens
         states = function(
@@ -205,7 +205,7 @@ def packed_scan(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Ten
 def state_update(function: Callable[..., Any]) -> Callable[..., Tensor]:
     """Adapt ``selective_state_update`` of mamba_ssm, Megatron Core or vLLM."""
     names = inspect.signature(function).parameters
-    # Rows of padding are -1 here, which mamba_ssm and Megatron skip; vLLM's padding is row 0.
+    # Padding rows are -1, which mamba_ssm and Megatron skip; vLLM's default padding is row 0.
     fixed = {"null_block_id": -1} if "null_block_id" in names else {}
 
     def update(states: Tensor, inputs: ScanInputs, rows: Tensor) -> Tensor:
@@ -265,9 +265,9 @@ def flash_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             kv_cache[1],
             cu_seqlens_q=metadata.query_start_loc[: n + 1],
             cu_seqlens_k=F.pad(metadata.seq_lens[:n].cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=metadata.num_tokens,  # a bound that the host knows
+            max_seqlen_q=metadata.num_tokens,  # an upper bound known on the host
             max_seqlen_k=metadata.max_seq_len,
-            causal=True,  # aligned at the end, as the tokens of a chunk are
+            causal=True,  # aligned at the end, like a chunk's tokens
             block_table=_tables(kv_cache, batch),
         )
 
@@ -275,12 +275,12 @@ def flash_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def flex_attention(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Adapt PyTorch's ``flex_attention``: the KV pool itself is what is attended to."""
-    # torch.compile and BlockMask are not typed, and older PyTorch has no such module.
+    """Adapt PyTorch's ``flex_attention``, which attends to the whole KV pool."""
+    # BlockMask is not typed, and older PyTorch lacks the module.
     block_mask = importlib.import_module("torch.nn.attention.flex_attention").BlockMask
-    # Whole or not at all: what it cannot compile it would compute otherwise, with other bits.
+    # ``fullgraph``: uncompiled parts would compute other bits.
     compiled = functools.cache(lambda: torch.compile(function, fullgraph=True))
-    last: list[Any] = [None, None]  # one mask serves all layers of a step
+    last: list[Any] = [None, None]  # all layers of a step share a mask
 
     def attention(queries: Tensor, kv_cache: Tensor, batch: PackedBatch) -> Tensor:
         if last[0] is not batch:
@@ -288,7 +288,7 @@ def flex_attention(function: Callable[..., Any]) -> Callable[..., Tensor]:
         call: Any = compiled() if queries.is_cuda else function
         keys, values = (each.flatten(0, 1).transpose(0, 1)[None] for each in kv_cache)
         padded = F.pad(queries, (0, 0, 0, 0, 0, last[1].seq_lengths[0] - len(queries)))
-        # PyTorch's own choice of tiles may want more shared memory than a GPU has.
+        # PyTorch's default tiles may need more shared memory than the GPU has.
         tiles = {"BLOCK_M": 64, "BLOCK_N": min(64, kv_cache.shape[2]), "num_stages": 1}
         found = call(
             padded.transpose(0, 1)[None],
@@ -305,17 +305,17 @@ def flex_attention(function: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _paged_mask(block_mask: Any, kv_cache: Tensor, batch: PackedBatch) -> Any:
-    """Say which blocks of the pool each tile of 128 queries sees, and which tokens in them."""
+    """Return the mask of visible pool blocks for each tile of 128 queries, and of their tokens."""
     metadata, tile = batch.metadata, 128
-    # Padded to few different lengths, each of which may be compiled.
+    # Padded to powers of two: each length may be compiled.
     num_tokens = max(tile, 1 << (metadata.num_tokens - 1).bit_length())
     positions = metadata.positions[: metadata.num_tokens]
     positions = F.pad(positions, (0, num_tokens - metadata.num_tokens), value=-1)
     ends = metadata.query_start_loc[1 : metadata.num_requests + 1].contiguous()
     tokens = torch.arange(num_tokens, device=ends.device, dtype=ends.dtype)
     request = torch.searchsorted(ends, tokens, right=True).clamp(max=metadata.num_requests - 1)
-    # Which of a request's blocks a block of the pool is; -1: none. What lies past its last block is
-    # the dummy block, many times.
+    # [request, pool block] -> index of the block in the request's table, -1: not in the table. A
+    # table's entries past its last block are the dummy block.
     tables, (pool, size) = _tables(kv_cache, batch).long(), kv_cache.shape[1:3]
     numbers = torch.arange(tables.shape[1], device=ends.device).expand_as(tables)
     number = torch.full((len(metadata.block_tables), pool), -1, device=ends.device)
@@ -323,7 +323,7 @@ def _paged_mask(block_mask: Any, kv_cache: Tensor, batch: PackedBatch) -> Any:
     number[:, pool - 1] = -1
     number_of = number[request]
     is_seen = (number_of >= 0) & (number_of * size <= positions[:, None])
-    # In the order of each sequence, whatever the pool's: sums are rounded alike then.
+    # In sequence order, not pool order, so that sums are always rounded alike.
     unseen = len(tables) * tables.shape[1]
     rank = torch.where(is_seen, request[:, None] * tables.shape[1] + number_of, unseen)
     rank = torch.unflatten(rank, 0, (-1, tile)).amin(dim=1)
@@ -346,10 +346,10 @@ class Candidate:
     """A kernel that may be installed.
 
     Attributes:
-        package: As pip knows it.
-        module: Where it is.
-        name: What it is called there.
-        adapt: Puts it behind the signature that the layers call.
+        package: The package's name for pip.
+        module: The kernel's module.
+        name: The kernel's name in the module.
+        adapt: Adapts the kernel to the signature that the layers call.
     """
 
     package: str
@@ -401,11 +401,11 @@ INSTALL = {
 
 
 def find_kernels(*, can_run: bool, skip: Sequence[str] = ()) -> Kernels:
-    """Take each part's first kernel that is installed, and the reference function otherwise.
+    """Return the first installed kernel of each part, or else its reference function.
 
     Args:
-        can_run: Whether there is a GPU, or Triton's interpreter; without, nothing is imported.
-        skip: Packages to pass over.
+        can_run: Whether there is a GPU or Triton's interpreter; if not, nothing is imported.
+        skip: Packages to skip.
     """
     parts: dict[str, Any] = {}
     sources = {}
@@ -415,18 +415,18 @@ def find_kernels(*, can_run: bool, skip: Sequence[str] = ()) -> Kernels:
         for candidate in candidates:
             if candidate.package in skip:
                 continue
-            function, said = _load(candidate, can_run=can_run)
+            function, text = _load(candidate, can_run=can_run)
             if function is not None:
-                parts[part], sources[part] = candidate.adapt(function), said
+                parts[part], sources[part] = candidate.adapt(function), text
                 break
-            reasons.append(said)
+            reasons.append(text)
         if sources[part] == REFERENCE and reasons:
             sources[part] += "; " + "; ".join(reasons)
     return Kernels(**parts, sources=sources)
 
 
 def _load(candidate: Candidate, *, can_run: bool) -> tuple[Callable[..., Any] | None, str]:
-    """Return a kernel and its version, or None and why not."""
+    """Return a kernel and its version, or None and the reason."""
     package, top = candidate.package, candidate.module.partition(".")[0]
     if importlib.util.find_spec(top) is None:
         return None, f"no {package}"
@@ -434,26 +434,26 @@ def _load(candidate: Candidate, *, can_run: bool) -> tuple[Callable[..., Any] | 
         return None, f"{package} needs a GPU"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a package would need for training
+            warnings.simplefilter("ignore")  # about missing training dependencies
             module = importlib.import_module(candidate.module)
         function = getattr(module, candidate.name)
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         return None, f"{package} cannot be imported here ({type(error).__name__}: {error})"
     version = getattr(importlib.import_module(top), "__version__", "")
-    with suppress(importlib.metadata.PackageNotFoundError):  # it may be unpacked, not installed
+    with suppress(importlib.metadata.PackageNotFoundError):  # unpacked, not installed
         version = importlib.metadata.version(package)
     return function, f"{package} {version}".strip() + f": {candidate.name}"
 
 
-# The layers, in the place of the reference model's.
+# The layers that replace those of the reference model.
 
 
 class KernelMamba:
     """A Mamba-2 layer over kernels.
 
     Args:
-        weights: The layer whose weights it takes.
-        kernels: What it calls.
+        weights: The layer whose weights are used.
+        kernels: The kernels to call.
     """
 
     def __init__(self, weights: Mamba2Layer, kernels: Kernels) -> None:
@@ -483,7 +483,7 @@ class KernelMamba:
     def decode(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, context: DynamicInferenceContext
     ) -> Tensor:
-        """Compute a token of each decoding request; its live state is updated where it lies."""
+        """Compute a token of each decoding request; update its live state in place."""
         weights, rows = self.weights, batch.metadata.state_rows[: batch.metadata.num_decodes]
         conv_live, ssm_live = self.live(context)
         mixed = self.kernels.conv_update(
@@ -494,7 +494,7 @@ class KernelMamba:
     def prefill(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, context: DynamicInferenceContext
     ) -> Tensor:
-        """Compute chunks of prompts, each from its own state, and hand chunk states over."""
+        """Compute prompt chunks from their live states, and hand over the chunk states."""
         weights, metadata = self.weights, batch.metadata
         conv_live, ssm_live = self.live(context)
         rows = batch.state_rows[metadata.num_decodes :]
@@ -504,7 +504,7 @@ class KernelMamba:
         )
         inputs = self.scan_inputs(mixed, dt)
         y, chunk_states = self.kernels.scan(inputs, ssm_live[rows], batch)
-        # Before the live state is written, which the conv windows of checkpoints may need.
+        # Before the live state is overwritten: conv windows of checkpoints may need it.
         context.extract_checkpoint_states(self.layer, chunk_states, conv_input, metadata)
         before = torch.cat([windows.transpose(1, 2).flatten(0, 1), conv_input])
         starts, width = _prefill_starts(batch), windows.shape[2]
@@ -518,7 +518,7 @@ class KernelMamba:
         return context.live_states["conv"][self.layer], context.live_states["ssm"][self.layer]
 
     def scan_inputs(self, mixed: Tensor, dt: Tensor) -> ScanInputs:
-        """Cut the convolution's output into x, B and C, by head and by group."""
+        """Split the convolution's output into x by head, and B and C by group."""
         weights, config = self.weights, self.weights.config
         shared = config.num_groups * config.ssm_state_size
         x, b, c = torch.split(mixed, [config.mamba_inner_size, shared, shared], dim=1)
@@ -538,8 +538,8 @@ class KernelAttention:
     """An attention layer over a kernel that reads block tables.
 
     Args:
-        weights: The layer whose weights it takes.
-        kernels: What it calls.
+        weights: The layer whose weights are used.
+        kernels: The kernels to call.
     """
 
     def __init__(self, weights: AttentionLayer, kernels: Kernels) -> None:
@@ -556,14 +556,14 @@ class KernelAttention:
         queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
         assert context.kv_cache is not None  # this model has attention layers
         kv_cache = context.kv_cache[weights.layer]
-        places = metadata.kv_slot_mapping[: metadata.num_tokens]  # -1: in the dummy block
+        places = metadata.kv_slot_mapping[: metadata.num_tokens]  # -1: the dummy block
         kv_cache.flatten(1, 2)[:, places] = torch.stack([keys, values])
         attended = self.kernels.attention(queries.contiguous(), kv_cache, batch)
         return F.linear(attended.flatten(1), weights.out_proj)
 
 
 def with_kernels(model: HybridModel, kernels: Kernels) -> HybridModel:
-    """Put kernels under the layers of a model, and return it."""
+    """Replace the layers of a model by layers with kernels; return the model."""
     layers: list[Any] = []
     for layer in model.layers:
         if isinstance(layer, Mamba2Layer):
@@ -576,21 +576,21 @@ def with_kernels(model: HybridModel, kernels: Kernels) -> HybridModel:
     return model
 
 
-# Runs, with the cache and without, and what they must have in common.
+# Runs with the cache and without, and their comparison.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the comparison is.
+    """Sizes of the comparison.
 
     Attributes:
         model: The model's shape.
-        dtype: Of its weights.
+        dtype: Dtype of the weights.
         block: Tokens of a KV block, and of a chunk of the scan.
-        text: Tokens that all prompts begin with; whole blocks, two or more.
-        own: Tokens that follow in each.
+        text: Tokens that all prompts share at the start; two or more whole blocks.
+        own: Tokens of each prompt after the shared ones.
         new: Tokens of each answer.
-        questions: Prompts.
+        questions: Number of prompts.
     """
 
     model: HybridModelConfig
@@ -604,11 +604,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Run:
-    """What one prompt gave.
+    """The result of one prompt.
 
     Attributes:
         tokens: The answer.
-        skipped: Tokens of the prompt that were not computed.
+        skipped: Prompt tokens that were skipped.
         restored: SSM states of all layers before the first step's forward.
         state: Conv and SSM states of all layers at the prompt's end.
     """
@@ -620,7 +620,7 @@ class Run:
 
 
 def make_context(model: HybridModel, sizes: Sizes, *, is_cached: bool) -> DynamicInferenceContext:
-    """Make the memory for a comparison."""
+    """Create the context for a comparison."""
     longest = sizes.text + sizes.own + sizes.new + sizes.block
     config = CacheConfig(
         block_size_tokens=sizes.block,
@@ -647,11 +647,11 @@ def answer(
     """Answer one prompt.
 
     Args:
-        context: Its memory; no other request is in it.
-        model: Computes it.
-        prompt: Its tokens.
-        new: Tokens of the answer.
-        cut: Compute so many tokens of the prompt in a first step, and the others in a second one.
+        context: The context, without other requests.
+        model: The model.
+        prompt: The prompt's tokens.
+        new: Number of tokens of the answer.
+        cut: Number of prompt tokens in the first step; the rest is computed in a second step.
     """
     request = Request(request_id="one", prompt_tokens=prompt)
     admission = context.add_request(request, chunk_tokens=cut)
@@ -680,7 +680,7 @@ def answer(
 def answer_all(
     context: DynamicInferenceContext, model: HybridModel, prompts: Sequence[Sequence[int]], new: int
 ) -> tuple[list[list[int]], float]:
-    """Answer prompts side by side; return their answers, and the seconds that it took."""
+    """Answer prompts together; return their answers and the time in seconds."""
     _wait(model.device)
     start = time.perf_counter()
     for number, prompt in enumerate(prompts):
@@ -702,20 +702,18 @@ def _wait(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What hits and misses had in common.
+    """Comparison of hits and misses. Differences are relative to the largest magnitude.
 
     Attributes:
-        off_reference: Largest difference of a state from the reference functions', as a share of
-            the largest magnitude.
-        is_restored: Whether the state restored is the scan's, bit for bit.
+        off_reference: Largest difference of a state from the reference functions' state.
+        is_restored: Whether the restored state equals the scan's, bit for bit.
         is_repeated: Whether a hit at the text's end equals a miss computed in the same steps, bit
-            for bit, state and tokens.
-        off_miss: Largest difference of a hit inside the text from the nearest miss, as such a
-            share.
-        own_difference: The same between misses of one prompt that were cut in different places.
+            for bit, in state and tokens.
+        off_miss: Largest difference of a hit inside the text from the nearest miss.
+        own_difference: Largest difference between misses of one prompt cut at different tokens.
         same_tokens: Prompts whose answers with the cache and without are equal.
-        skipped: Tokens of the prompts that were not computed.
-        seconds: To answer all prompts without the cache, and with it.
+        skipped: Prompt tokens that were skipped.
+        seconds: Time to answer all prompts without the cache, and with it.
     """
 
     off_reference: float
@@ -751,9 +749,9 @@ def compare(sizes: Sizes, kernels: Kernels, device: torch.device) -> Comparison:
     inside, end, new = sizes.text - sizes.block, sizes.text, sizes.new
     cached, uncached = (make_context(model, sizes, is_cached=each) for each in (True, False))
 
-    answer(uncached, model, text, new=2)  # kernels are compiled and tuned
+    answer(uncached, model, text, new=2)  # compiles and tunes the kernels
     saved.clear()
-    answer(cached, model, text, new=1)  # its step saves a state inside, and one at its end
+    answer(cached, model, text, new=1)  # saves a state inside the text and one at its end
     num_layers = sizes.model.layer_pattern.count("M")
     chunk = inside // sizes.block - 1
     expected = torch.stack([states[chunk] for states in saved[:num_layers]])[:, None]
@@ -770,10 +768,10 @@ def compare(sizes: Sizes, kernels: Kernels, device: torch.device) -> Comparison:
 
     answers, seconds, skipped = [], [], 0
     for context in (uncached, cached):
-        for is_warm in (False, True):  # shapes of this batch are compiled in the first
+        for is_warm in (False, True):  # the first run compiles this batch's shapes
             before = context.stats().skipped_tokens
             if not is_warm and context is cached:
-                continue  # what it would leave cached is more than the text
+                continue  # it would cache more than the text
             found = answer_all(context, model, prompts, new)
         answers.append(found[0])
         seconds.append(found[1])
@@ -800,10 +798,10 @@ def compare(sizes: Sizes, kernels: Kernels, device: torch.device) -> Comparison:
 
 
 def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
-    """Return the largest difference, as a share of the largest magnitude."""
+    """Return the largest difference, relative to the largest magnitude."""
     pairs = [(a.double(), b.double()) for a, b in zip(one, other, strict=True)]
     shares = [(a - b).abs().max() / b.abs().max() for a, b in pairs]
-    return torch.stack(shares).max().item()  # NaN if one is
+    return torch.stack(shares).max().item()  # NaN if any is
 
 
 SMALL = Sizes(HybridModelConfig(), torch.float32, block=64, text=1024)
@@ -831,7 +829,7 @@ LARGE = Sizes(
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Say which kernels were found, compare hits with misses, and time both."""
+    """Print the kernels found, compare hits with misses, and time both."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--skip", nargs="*", default=(), metavar="PACKAGE", help="pass over these")
     skip = parser.parse_args(arguments).skip
@@ -871,7 +869,7 @@ def report(sizes: Sizes, found: Comparison) -> int:
     ]
     agree = f"{found.same_tokens} of {prompts} answers are equal with the cache and without"
     if sizes.dtype is torch.bfloat16:
-        # Another batch rounds otherwise, and a random model's best two tokens are often that near.
+        # Other batches round differently, and a random model's best two tokens are often close.
         agree += f" in other batches, {sizes.dtype}"
     else:
         checks.append((agree, found.same_tokens == prompts))

@@ -1,13 +1,13 @@
-"""Several machines: what one replica has computed, the others resume from, through a store.
+"""Several machines: replicas resume from each other's states through a store.
 
-Three replicas get one question each, behind the same system prompt, from a router that knows of
-nothing. With the store the second and third compute only what is new, without it everything. The
-model is small and what it says means nothing, but with the store and without it must say the same.
+Three replicas get one question each after the same system prompt, without a cache-aware router.
+With the store the second and third replica compute only new tokens, without it the whole prompt.
+The model is small: its answers mean nothing, but must be the same with the store and without.
 
-Without an argument the replicas are engines of this process, and so is the store: a class of one's
-own. What a store must do stands in ``mamba_cache.stores.BlobStore``.
-Machines share a server by its URL: ``several_machines.py valkey://127.0.0.1:6379``, or
-``mooncake://...`` (docs/how-to/stores.md). Routers that know more: docs/how-to/stores.md.
+Without an argument, replicas and store are in this process; the store is a custom class, whose
+interface ``mamba_cache.stores.BlobStore`` describes. With the URL of a store server, machines share
+it: ``several_machines.py valkey://127.0.0.1:6379``, or ``mooncake://...``. See
+docs/how-to/stores.md, also for cache-aware routers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLING = SamplingParams(max_new_tokens=16)
 
 
 class OwnStore(BlobStore):
-    """A dict of blobs. A call never raises because of the store: it answers faults key by key."""
+    """A dict of blobs. A call does not raise for store errors: it returns a fault for each key."""
 
     name = "own"
 
@@ -37,13 +37,13 @@ class OwnStore(BlobStore):
         self._blobs: dict[str, bytes] = {}
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Say of each key whether it can be read."""
+        """Return for each key None if its blob can be read, or else a fault."""
         return [None if key in self._blobs else StoreFault.MISSING for key in keys]
 
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
-        """Keep copies; what is there stays as it is."""
+        """Store copies; existing blobs stay unchanged."""
         for key, buffer in zip(keys, buffers, strict=True):
             self._blobs.setdefault(key, bytes(buffer))
         return [None] * len(keys)
@@ -51,7 +51,7 @@ class OwnStore(BlobStore):
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
-        """Copy blobs to the buffers, and return their sizes."""
+        """Copy blobs to the buffers; return sizes or faults."""
         return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def _get(self, key: str, buffer: memoryview) -> int | StoreFault:
@@ -64,21 +64,21 @@ class OwnStore(BlobStore):
         return len(blob)
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Forget blobs."""
+        """Remove blobs."""
         for key in keys:
             self._blobs.pop(key, None)
         return [None] * len(keys)
 
     def health(self) -> StoreHealth:
-        """Say that all is well."""
+        """Report a healthy store."""
         return StoreHealth(None, f"{len(self._blobs)} blobs")
 
     def close(self) -> None:
-        """Keep everything."""
+        """Do nothing: blobs stay."""
 
 
 def make_replica(model: HybridModel, store: Any) -> Engine:
-    """Return an engine over a store; over none if it is None."""
+    """Return an engine with a store, or without one if ``store`` is None."""
     config = CacheConfig(
         block_size_tokens=64,
         ssm_chunk_size=model.config.ssm_chunk_size,
@@ -88,25 +88,25 @@ def make_replica(model: HybridModel, store: Any) -> Engine:
         num_host_blocks=64,
         num_host_states=8,
         store=store,
-        write_on_use=1,  # everything; by default what was used twice
+        write_on_use=1,  # every entry; default: entries used twice
         hash_secret=b"the same on all machines",
     )
-    # Which model this is, and with which weights: others' entries are never found.
+    # Names model and weights, so entries of other models are never found.
     identity = ModelIdentity(name="the example's", weights="random, seed 0")
-    # A model so small computes faster than anything loads. A planner that learns would see that.
+    # A model this small computes faster than entries load, so a learning planner would not load.
     planner = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
     return Engine(model, config, identity=identity, load_planner=planner)
 
 
 def ask(replica: Engine, question: bytes) -> Completion:
-    """Return what became of a question."""
-    checkpoints = [len(SYSTEM)]  # where other prompts will branch off
+    """Return the result of a question."""
+    checkpoints = [len(SYSTEM)]  # where other prompts branch off
     name = replica.submit(SYSTEM + list(question), SAMPLING, checkpoint_positions=checkpoints)
     return next(e.completion for e in replica.stream() if e.request_id == name and e.completion)
 
 
 def main(url: str = "") -> int:
-    """Ask each replica, with the store and without; compare; return the exit status."""
+    """Ask each replica with the store and without; compare; return the exit status."""
     torch.set_num_threads(1)
     model, store, agree = (
         HybridModel(dtype=torch.float64),
@@ -118,7 +118,7 @@ def main(url: str = "") -> int:
     for name, question in zip("ABC", QUESTIONS, strict=True):
         sharing, alone = make_replica(model, store), make_replica(model, None)
         shared, own = ask(sharing, question), ask(alone, question)
-        sharing.context.wait_for_tiers()  # so that the next replica finds it; no step waits for it
+        sharing.context.wait_for_tiers()  # for the next replica; steps do not wait
         agree.append(shared.tokens == own.tokens)
         computed["with"] += shared.computed_tokens
         computed["without"] += own.computed_tokens

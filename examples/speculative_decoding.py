@@ -1,14 +1,14 @@
 """Answer prompts with drafts and without, and compare: fewer steps, the same tokens.
 
-A drafter guesses the next tokens of an answer by looking up what followed the same words before;
-one step of the model verifies all guesses at once. Texts are documentation topics that ship inside
-CPython, with bytes as tokens. Each is answered, and the answer is continued in a second turn, which
-resumes from a state that was saved while drafts were accepted.
+A drafter proposes the tokens that followed an earlier occurrence of an answer's last tokens; one
+step of the model verifies all drafts. The texts are CPython's documentation topics, with bytes as
+tokens. Each text is answered, and the answer is continued in a second turn, which resumes from a
+state that was saved while drafts were accepted.
 
 The model is small and hybrid (Mamba-2, attention and MLP layers; float64, on the CPU). Its weights
-are random, with embeddings that let the last token weigh most, so that its answers repeat
-themselves. What they say means nothing, and how many drafts are right depends on model and text;
-that no draft changes a token does not. Needs rich, which the extra `test` brings along.
+are random, with embeddings that give the last token the most weight, so its answers repeat
+themselves. The answers mean nothing, and the share of right drafts depends on model and text. But
+drafts never change a token. Needs rich, which the extra `test` installs.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ SAMPLINGS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run brought.
+    """The result of one run.
 
     Attributes:
         answers: Tokens of every answer, in order.
-        decoding: Steps, tokens and drafts.
-        skipped_tokens: Tokens of the second turns that a saved state made needless to compute.
-        seconds: How long the run took.
+        decoding: Counts of steps, tokens and drafts.
+        skipped_tokens: Tokens of the second turns that were skipped.
+        seconds: Duration of the run.
     """
 
     answers: list[tuple[int, ...]]
@@ -66,14 +66,14 @@ class Outcome:
 
 
 def make_model() -> HybridModel:
-    """Return a model whose answers repeat themselves now and then."""
+    """Return a model whose answers sometimes repeat themselves."""
     model = HybridModel(HybridModelConfig(layer_pattern="M*MM-"), dtype=torch.float64, seed=0)
     model.embedding *= 3
     return model
 
 
 def run(model: HybridModel, sampling: SamplingParams, num_drafts: int) -> Outcome:
-    """Answer every text, and go on with every answer."""
+    """Answer every text, then continue every answer."""
     config = CacheConfig(
         block_size_tokens=64,
         ssm_chunk_size=model.config.ssm_chunk_size,
@@ -101,7 +101,7 @@ def run(model: HybridModel, sampling: SamplingParams, num_drafts: int) -> Outcom
 
 
 def play() -> dict[tuple[str, int], Outcome]:
-    """Do every run, behind a bar if stderr is a terminal."""
+    """Do every run, with a progress bar if stderr is a terminal."""
     model = make_model()
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
@@ -112,7 +112,7 @@ def play() -> dict[tuple[str, int], Outcome]:
             bar.advance(task)
             return outcome
 
-        timed(SamplingParams(max_new_tokens=8), 0)  # so that no run pays for torch's start
+        timed(SamplingParams(max_new_tokens=8), 0)  # so that no run includes torch's start-up
         return {
             (name, num_drafts): timed(sampling, num_drafts)
             for name, sampling in SAMPLINGS.items()
@@ -173,7 +173,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     result = report(play())
     if arguments.json:
         print(json.dumps(result, indent=2))
@@ -183,6 +183,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough, such as `head`, ends this too
+    if hasattr(signal, "SIGPIPE"):  # ends this script too when a reader such as `head` ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Answer many prompts at once with a hybrid model, each as soon as there is room for it.
+"""Answer many prompts with continuous batching: a request joins as soon as the batch has room.
 
-A small model with random weights stands in for a real one: what it says means nothing, but each
-answer must be the one that it gives alone. Compare the number of forwards: what one costs on a GPU
-hardly depends on how many requests decode in it.
+A small model with random weights stands in for a real one: its answers mean nothing, but must equal
+those to single prompts. Compare the number of forwards: on a GPU the cost of a forward hardly
+depends on the number of decoding requests.
 
 Needs the extra: pip install -e '.[transformers]'
 """
@@ -24,7 +24,7 @@ LENGTHS = (5, 40, 12, 24, 8, 32, 16, 20)
 
 
 def make_model() -> Any:
-    """Return a Nemotron-H of a few layers that takes bytes as tokens."""
+    """Return a Nemotron-H of a few layers, with bytes as tokens."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         "nemotron_h", vocab_size=260, hidden_size=64, intermediate_size=128,

@@ -1,8 +1,8 @@
-"""A script with transformers: a prefix cache around the model, with and without.
+"""A script with transformers: a model with a prefix cache around it and without.
 
 The model of a folder (``transformers_script.py FOLDER``) answers questions about one long text.
-Without a folder it is a small hybrid with random weights and bytes as tokens: what it says means
-nothing, but with the cache and without it must say the same.
+Without a folder the model is a small hybrid with random weights and bytes as tokens: its answers
+mean nothing, but must be the same with the cache and without.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTIONS = (
 
 
 def make_model() -> Any:
-    """Make a small model of Granite 4's kind."""
+    """Create a small model of Granite 4's architecture."""
     torch.manual_seed(0)
     config = SmallConfig(
         vocab_size=256, hidden_size=64, intermediate_size=64, shared_intermediate_size=64,
@@ -51,21 +51,21 @@ def read_bytes(text: str, **_: Any) -> BatchEncoding:
 
 
 def answer(generate: Callable[..., Any], inputs: Any, **more: Any) -> tuple[list[int], float]:
-    """Return the tokens of an answer, and the seconds that it took."""
+    """Return the tokens of an answer, and the time in seconds."""
     begun = time.perf_counter()
     output = generate(**inputs, max_new_tokens=8, do_sample=False, **more)
     return output[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - begun
 
 
 def main(folder: str | None = None) -> int:
-    """Answer every question with the cache and without, and compare; return the exit status."""
+    """Answer every question with the cache and without; compare; return the exit status."""
     model, tokenizer, block = make_model(), read_bytes, 128
     if folder is not None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         tokenizer, block = AutoTokenizer.from_pretrained(folder), 256
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
-        torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+        torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     gb = 0.1 if folder is None else 4
     cache = PrefixCache(model, mamba_cache_gb=gb, kv_cache_gb=gb, block_size_tokens=block)
     shared = tokenizer(TEXT, return_tensors="pt")["input_ids"].shape[1]
@@ -75,7 +75,7 @@ def main(folder: str | None = None) -> int:
     for question in QUESTIONS:
         inputs = tokenizer(TEXT + question, return_tensors="pt").to(model.device)
         before, length = cache.stats().skipped_tokens, inputs["input_ids"].shape[1]
-        # Where the questions part is known here; else the cache finds it at the second one.
+        # The shared length is known here; else the cache finds it at the second question.
         cached, seconds = answer(cache.generate, inputs, checkpoints=[shared])
         skipped = cache.stats().skipped_tokens - before
         plain, plain_seconds = answer(model.generate, inputs)

@@ -1,7 +1,7 @@
-"""Transformers' own server with a prefix cache behind it, and without, asked the same.
+"""Transformers' server with a prefix cache and without, with the same chat.
 
-A chat of three turns goes to OpenAI's API of what ``mamba-cache serve MODEL`` starts, here in this
-process. The model is small and what it says means nothing, but both must say the same.
+A chat of three turns uses the OpenAI API of the server that ``mamba-cache serve MODEL`` starts,
+here in this process. The model is small: its answers mean nothing, but both must be the same.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 def save_model(folder: str) -> None:
-    """Save a small model of Granite 4's kind, and a tokenizer whose tokens are characters."""
-    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last are a space and a newline
+    """Save a small model of Granite 4's architecture, and a tokenizer of single characters."""
+    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last two are space and newline
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def save_model(folder: str) -> None:
 
 
 def chat(folder: str, *, cached: bool) -> list[dict[str, Any]]:
-    """Serve the model, hold the chat, and return what was answered in each turn."""
+    """Serve the model, run the chat, and return the reply of each turn."""
     settings: dict[str, Any] = {"mamba_cache_gb": 0.1, "kv_cache_gb": 0.1, "block_size_tokens": 64}
     messages, replies = [{"role": "system", "content": SYSTEM * 24}], []
     with serve.installed(**settings) if cached else nullcontext():
@@ -74,10 +74,10 @@ def chat(folder: str, *, cached: bool) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Hold the chat with both servers, and compare; return the exit status."""
+    """Run the chat with both servers; compare; return the exit status."""
     logging.disable(logging.WARNING)
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    torch.set_num_threads(1)  # small tensors: more threads mostly wait for each other
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         with_cache, without = chat(folder, cached=True), chat(folder, cached=False)

@@ -1,12 +1,11 @@
-"""Two servers with a prefix cache each, and a router that knows what they have cached.
+"""Two servers with a prefix cache each, and a router that reads their KV events.
 
 Starts two server processes with the reference engine (a small hybrid model with random weights, on
-the CPU) and a router that reads their KV events: vllm-router if it is installed, else Dynamo's
-SelectionService, which runs in this process. Clients hold conversations that begin with one of a
-few system prompts; each prompt is all that was said before and a new question. Printed are, for
-each prompt, which replica got it, how many tokens the router said it would skip, and how many it
-did; then the same conversations by round robin. Needs the extras `events` and `routers`; without
-the latter it shows round robin alone.
+the CPU) and a router: vllm-router if it is installed, else Dynamo's SelectionService, which runs in
+this process. Clients hold conversations that begin with one of a few system prompts; each prompt is
+the whole conversation and a new question. The output has for each prompt its replica, the number of
+skipped tokens that the router predicted, and the actual number; then the same conversations run
+with round robin. Needs the extras `events` and `routers`; without `routers` only round robin runs.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask.
+    """The conversations of the clients.
 
     Attributes:
-        conversations: How many are held.
-        turns: Prompts of each.
-        system_prompts: Beginnings that they share.
-        question_tokens: Tokens of a question, at most.
-        begin_at_once: First prompts that are out at the same time.
-        at_once: Later prompts, likewise.
-        pause_seconds: After each prompt, for the router to hear what it has evicted.
+        conversations: Number of conversations.
+        turns: Prompts of each conversation.
+        system_prompts: Number of system prompts, which conversations share.
+        question_tokens: Maximum number of tokens of a question.
+        begin_at_once: Maximum number of concurrent first prompts.
+        at_once: Maximum number of concurrent later prompts.
+        pause_seconds: Pause after each prompt, for the router to receive its evictions.
     """
 
     conversations: int = 12
@@ -70,15 +69,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a prompt.
+    """The result of a prompt.
 
     Attributes:
-        conversation: Whose it was.
-        turn: Its number there, from 0.
-        replica: Who answered.
-        prompt_tokens: Its length.
-        predicted_tokens: What the router thought would be skipped; None if it does not say.
-        skipped_tokens: What was.
+        conversation: Number of the conversation.
+        turn: Number of the prompt in the conversation, from 0.
+        replica: The replica that answered.
+        prompt_tokens: Length of the prompt.
+        predicted_tokens: Skipped tokens as the router predicted them; None without a prediction.
+        skipped_tokens: Tokens that were skipped.
         tokens: The answer.
     """
 
@@ -91,12 +90,12 @@ class Answer:
     tokens: list[int]
 
 
-# One replica: the reference engine behind HTTP, in a process of its own.
+# One replica: the reference engine behind HTTP, in a separate process.
 
 
 def serve_replica(name: str, num_blocks: int, num_slots: int, mode: str) -> None:
-    """Serve until standard input ends; the first line of output says where."""
-    import torch  # noqa: PLC0415 - the process of the clients needs none of it
+    """Serve until standard input ends; the first line of output has the addresses."""
+    import torch  # noqa: PLC0415 - not for the clients' process
 
     from mamba_cache import CacheConfig  # noqa: PLC0415
     from mamba_cache.integrations.events import EventPublisher  # noqa: PLC0415
@@ -146,7 +145,7 @@ def serve_replica(name: str, num_blocks: int, num_slots: int, mode: str) -> None
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def do_GET(self) -> None:
             self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
@@ -159,7 +158,7 @@ def serve_replica(name: str, num_blocks: int, num_slots: int, mode: str) -> None
                     engine.submit(
                         body["prompt"],
                         SamplingParams(max_new_tokens=body["max_tokens"]),
-                        checkpoint_positions=[SYSTEM_TOKENS],  # where others branch off
+                        checkpoint_positions=[SYSTEM_TOKENS],  # where other prompts branch off
                     )
                 ] = done
                 lock.notify()
@@ -217,13 +216,13 @@ def replicas(
     """Start replicas, and end them with the ``with`` block.
 
     Args:
-        number: How many.
-        num_blocks: KV blocks of each.
-        num_slots: Slots of each.
-        mode: Which KV blocks they announce.
+        number: Number of replicas.
+        num_blocks: KV blocks of each replica.
+        num_slots: Slots of each replica.
+        mode: Which KV blocks the replicas announce.
 
     Yields:
-        Name, url, and endpoints for events and replays of each.
+        Name, url, and endpoints for events and replays of each replica.
     """
     sizes = [str(num_blocks), str(num_slots), mode]
     with ExitStack() as stack:
@@ -236,7 +235,7 @@ def replicas(
             running.append(process)
         lines = [_output(process).readline() for process in running]
         if not all(lines):
-            raise SystemExit("a replica did not start: what it said stands above")
+            raise SystemExit("a replica did not start: its output is above")
         yield [json.loads(line) for line in lines]
 
 
@@ -246,7 +245,7 @@ def _output(process: subprocess.Popen[str]) -> IO[str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, and wait for it."""
+    """Terminate a process, and wait for its end."""
     process.terminate()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -255,7 +254,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def post(url: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Send a prompt to a server, and return what it answers."""
+    """Send a prompt to a server, and return the reply."""
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": NEW_TOKENS, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
@@ -268,19 +267,19 @@ def post(url: str, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 class Router(Protocol):
-    """What chooses the replica of a prompt."""
+    """Chooses the replica of a prompt."""
 
     name: str
 
     def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
-        """Have a prompt answered; return the answer and the tokens that were to be skipped."""
+        """Send a prompt; return the reply and the predicted number of skipped tokens."""
 
     def close(self) -> None:
-        """End it."""
+        """End the router."""
 
 
 class RoundRobin:
-    """Each replica in turn, whatever it has cached."""
+    """Sends prompts to each replica in turn, without regard to their caches."""
 
     name = "round robin"
 
@@ -289,7 +288,7 @@ class RoundRobin:
         self._numbers = count()
 
     def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
-        """Send a prompt to the next one."""
+        """Send a prompt to the next replica."""
         return post(self._urls[next(self._numbers) % len(self._urls)], prompt), None
 
     def close(self) -> None:
@@ -299,8 +298,8 @@ class RoundRobin:
 class VllmRouter:
     """vllm-router with the policy ``kv_aware``: a process that forwards requests.
 
-    What it predicts stands in its log, by the length of the prompt: no two prompts that are out at
-    the same time may be equally long.
+    Predictions are read from its log, which names a prompt by its length only: concurrent prompts
+    must have different lengths.
     """
 
     name = "vllm-router"
@@ -335,10 +334,10 @@ class VllmRouter:
                         f"vllm-router ended: {self._log.read_text()[-2000:]}"
                     ) from None
                 time.sleep(0.1)
-        time.sleep(1.5)  # an empty batch a second has it see what it lacks
+        time.sleep(1.5)  # the heartbeat each second shows the router what it lacks
 
     def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
-        """Send a prompt to the router; what it decided is read from its log."""
+        """Send a prompt to the router; read the router's decision from its log."""
         start = self._log.stat().st_size
         answer = post(self._url, prompt)
         with self._log.open("rb") as log:
@@ -355,7 +354,7 @@ class VllmRouter:
 
 
 class DynamoRouter:
-    """Dynamo's SelectionService in this process, which chooses; the request goes there directly."""
+    """Dynamo's SelectionService in this process chooses; requests go directly to the replica."""
 
     name = "Dynamo's SelectionService"
 
@@ -378,10 +377,10 @@ class DynamoRouter:
                 "replay_endpoint": one["replay"],
             }
             self._call(self._service.upsert_worker, worker)
-        time.sleep(1.5)  # an empty batch a second has it see what it lacks
+        time.sleep(1.5)  # the heartbeat each second shows the router what it lacks
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call it where its event loop runs, and wait for what it returns."""
+        """Call a function on the service's event loop, and return its result."""
 
         async def run() -> Any:
             result = function(*arguments)
@@ -390,7 +389,7 @@ class DynamoRouter:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
 
     def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
-        """Ask for the best replica, count the prompt as its load meanwhile, and send it there."""
+        """Select a replica, reserve load on it, and send the prompt to it."""
         asked = {"model_name": MODEL, "token_ids": list(prompt)}
         chosen = self._call(self._service.select_and_reserve, asked)
         try:
@@ -415,7 +414,7 @@ def find_vllm_router() -> Path | None:
 
 
 def has_dynamo() -> bool:
-    """Say whether Dynamo's SelectionService is installed."""
+    """Return whether Dynamo's SelectionService is installed."""
     return importlib.util.find_spec("dynamo") is not None
 
 
@@ -431,12 +430,12 @@ def _free_ports(number: int) -> list[int]:
 
 
 def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
-    """Hold conversations, a turn of all of them after the other; return every answer in order.
+    """Hold conversations, turn by turn for all of them; return every answer in order.
 
     Args:
-        router: Who answers.
-        load: What is asked.
-        seed: Decides what is asked; what is answered depends on nothing else.
+        router: The router.
+        load: The conversations.
+        seed: Seed of the questions; answers depend on the questions only.
     """
     rng = random.Random(seed)
 
@@ -464,18 +463,18 @@ def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
             replica, length = reply["system_fingerprint"], len(history)
             answers.append(Answer(number, turn, replica, length, predicted, skipped, new))
             history.extend(new)
-        time.sleep(0.5)  # people read: by the next question the router has heard of it
+        time.sleep(0.5)  # a reader's pause, in which the router receives the events
     return answers
 
 
 def hit_rate(answers: Sequence[Answer]) -> float:
-    """Return how many of all prompt tokens were skipped, from 0 to 1."""
+    """Return the share of prompt tokens that were skipped, from 0 to 1."""
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     return sum(answer.skipped_tokens for answer in answers) / prompt_tokens
 
 
 def right_predictions(answers: Sequence[Answer]) -> float:
-    """Return for how many continued prompts the prediction was right, from 0 to 1."""
+    """Return the share of continued prompts with a right prediction, from 0 to 1."""
     continued = [answer for answer in answers if answer.turn]
     right = sum(answer.predicted_tokens == answer.skipped_tokens for answer in continued)
     return right / len(continued)
@@ -502,7 +501,7 @@ def _choose(name: str) -> type[RoundRobin | VllmRouter | DynamoRouter]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the example; return 1 if answers depend on the router, or predictions are wrong."""
+    """Run the example; return 1 if answers depend on the router or predictions are wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     choices = ["auto", "vllm-router", "dynamo", "round-robin"]
     parser.add_argument("--router", choices=choices, default="auto")
