@@ -1,4 +1,4 @@
-"""The tree of candidates by its rules alone: plain dicts, and everything looked for anew."""
+"""A plain model of the tree of candidates: dicts only, and every answer computed anew."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Prompt:
 
 @dataclass
 class ModelTree:
-    """Candidates by the path up to them."""
+    """Candidates by their path."""
 
     max_ghosts: int
     clock: int = 0
@@ -85,14 +85,14 @@ class ModelTree:
                 self.ghosts.remove(used)
                 self.ghosts.append(used)
                 candidate.weight = self.index_of(used)
-        # What was evicted is not new, where another prompt left a candidate.
+        # Evicted blocks are not new if another prompt left a candidate there.
         new = len(path) - max([num_matched, *map(len, on_path)])
         new_class = 0 if new < 3 else 1 if new < 8 else 2 if new < 30 else 3
         turn_class = turn if turn < 3 else 3 if turn < 6 else 4
         return _Prompt(path, turn, (turn_class, new_class, 0))
 
     def order_of(self, path: Path) -> tuple[int, int, int, int]:
-        """In which order kept candidates are given up."""
+        """The sort key of kept candidates for eviction."""
         candidate = self.known[path]
         return self.value_of(path), len(path), candidate.last_use, candidate.born
 

@@ -1,4 +1,4 @@
-"""An engine that keeps states in block tables, reduced to what decides copies: it draws steps."""
+"""A minimal engine with states in block tables: it draws the steps that decide copies."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ def cdiv(a, b):
 
 @dataclass
 class Request:
-    """A request as the engine's scheduler knows it."""
+    """A request of the engine's scheduler."""
 
     req_id: str
     slot: int
@@ -22,7 +22,7 @@ class Request:
 
 @dataclass
 class Step:
-    """What one step does, known to all worlds."""
+    """One step, the same for all worlds."""
 
     model: Model
     batch: list = field(default_factory=list)
@@ -60,7 +60,7 @@ class Step:
 
 
 class Engine:
-    """Draws steps: requests come, run, are preempted, resumed and finished."""
+    """Draws steps, in which requests arrive, run, are preempted, resumed and finished."""
 
     def __init__(self, model):
         self.model = model
@@ -71,7 +71,7 @@ class Engine:
 
     def schedule(self, rng):
         step = Step(self.model)
-        forced = rng.random() < 0.5  # then the engine does not say who was preempted
+        forced = rng.random() < 0.5  # then the output lacks the preempted requests
         for request in list(self.running.values()):
             over = request.num_computed_tokens + 2 * self.model.block_size > self.model.max_tokens
             if over or rng.random() < 0.05:
@@ -98,7 +98,7 @@ class Engine:
             else:
                 request = Request(f"r{self.num_added}", 0, self.model.max_tokens // 2, [])
                 self.num_added += 1
-            # What the prefix cache has of it: a multiple of a column.
+            # Tokens found in the prefix cache: a multiple of a column.
             most = request.num_computed_tokens // self.model.block_size
             request.num_computed_tokens = int(rng.integers(0, most + 1)) * self.model.block_size
             self.place(request, rng)

@@ -1,6 +1,6 @@
-"""Worlds that carry out the steps of an engine, each on states of its own, and an oracle.
+"""Worlds that execute an engine's steps, each on separate states, and an oracle.
 
-The oracle is the plainest world: it follows the rules by loops over requests, groups and layers.
+The oracle is the plainest world: it applies the rules in loops over requests, groups and layers.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from mamba_cache.integrations.vllm import (
 
 
 class Oracle:
-    """The rules, by loops."""
+    """The rules in plain loops."""
 
     def __init__(self, model, rng):
         self.model, self.states = model, States(model, rng)
@@ -68,14 +68,14 @@ class Oracle:
 
 
 class HostWorld:
-    """An engine that decides on the host before a step, and after it on the host or the device."""
+    """An engine that plans copies on the host before a step, and on host or device after it."""
 
     def __init__(
         self, model, rng, *, device="cpu", backend="auto", decides_on_device=False, by_kind=False
     ):
         self.model, self.states, self.device = model, States(model, rng, device), device
         self.config = model.kv_cache_config()
-        # From vLLM 0.32 on: functions by kind of layer, and copies before a step on the device too.
+        # vLLM 0.32 on: functions by kind of layer; copies before a step may run on the device.
         self.by_kind = by_kind
         self.copy_funcs = {"mamba2": model.copy_funcs} if by_kind else model.copy_funcs
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align")
@@ -233,7 +233,7 @@ class ResidentWorld:
 
 
 class SlotWorld(ResidentWorld):
-    """The same as from vLLM 0.32 on: block tables are bound once, by request slot."""
+    """A resident world of vLLM 0.32 on: block tables are bound once, by request slot."""
 
     def __init__(self, model, rng, **options):
         super().__init__(model, rng, **options)
@@ -254,12 +254,12 @@ class SlotWorld(ResidentWorld):
                 by_slot[row.slot] = row.block_ids
         fill_tables(self.by_slot, by_slot)
         for table in self.tables:
-            table.zero_()  # which are the next step's by then, if stages of a pipeline overlap
+            table.zero_()  # with overlapping pipeline stages the next step owns them by then
         super().preprocess(num_computed)
 
 
 def engine_config(model, forward_context):
-    """Attention blocks are three times as large as Mamba columns."""
+    """vLLM's settings, with attention blocks three times as large as Mamba columns."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             block_size=3 * model.block_size,
@@ -274,7 +274,7 @@ def engine_config(model, forward_context):
 
 
 def block_tables(model, device):
-    """One table a KV cache group, poisoned with ids that are valid and wrong."""
+    """A table for each KV cache group, filled with valid but wrong ids."""
     shape = model.max_requests + 2, NUM_COLUMNS
     return [torch.zeros(shape, dtype=torch.int32, device=device) for _ in (0, *model.groups)]
 
@@ -292,7 +292,7 @@ def fill_tables(tables, rows):
 
 
 def check_worlds(model, seed, step_seeds, make_worlds):
-    """Runs the same steps in all worlds and holds each to the oracle after every call."""
+    """Run the same steps in all worlds, and compare each with the oracle after every call."""
     oracle = Oracle(model, np.random.default_rng(seed))
     worlds = [make(model, np.random.default_rng(seed)) for make in make_worlds]
     engine = Engine(model)

@@ -1,4 +1,4 @@
-"""States in block tables: models of drawn shapes, and their tensors."""
+"""States in block tables: models with random shapes, and their tensors."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Model:
-    """What shapes states and decides copies."""
+    """The sizes of states, and the settings that decide copies."""
 
     block_size: int = 8
     num_drafts: int = 2
@@ -60,7 +60,7 @@ class Model:
         return (NUM_COLUMNS - self.num_drafts) * self.block_size
 
     def kv_cache_config(self):
-        """An attention group first, so that Mamba groups are not numbered from 0."""
+        """All groups; an attention group comes first, so that Mamba groups do not start at 0."""
         attention = SimpleNamespace(block_size=3 * self.block_size)
         groups = [SimpleNamespace(layer_names=["attention"], kv_cache_spec=attention)]
         for number, group in enumerate(self.groups):
@@ -102,12 +102,12 @@ def models(draw, max_requests, block_sizes=(4, 5, 8, 16, 64), min_drafts=0):
 
 
 class States:
-    """All state tensors of a model: random bits, gaps between blocks included."""
+    """All state tensors of a model, with random bits also in the gaps between blocks."""
 
     def __init__(self, model, rng, device="cpu"):
         self.model = model
         self.storage = []
-        self.layers = []  # of each group: (conv, ssm) of each layer
+        self.layers = []  # by group: (conv, ssm) of each layer
         for group in model.groups:
             kinds = (model.conv_shape(group), group.conv_dtype), (group.ssm_shape, group.ssm_dtype)
             layers = []
@@ -123,7 +123,7 @@ class States:
         return pages[:, : page - gap].view(self.model.num_blocks, *shape)
 
     def windows(self, group):
-        """Conv states of a group's layers as [blocks, W, channels] of bits, whatever the layout."""
+        """Conv states of a group's layers as [blocks, W, channels] bits, for either layout."""
         convs = [conv.view(BITS[conv.itemsize]) for conv, _ in self.layers[group]]
         return [conv.transpose(1, 2) for conv in convs] if self.model.is_ds else convs
 
@@ -139,7 +139,7 @@ class States:
         }
 
     def write(self, step, rng):
-        """Stands for the forward: random bits in all columns that it writes."""
+        """Stand in for the forward: write random bits to all columns that it writes."""
         for group in range(len(self.layers) if step.batch else 0):
             running, written = [], []
             for request in step.batch:

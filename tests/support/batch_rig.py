@@ -1,4 +1,4 @@
-"""Batches of prompts for tiny hybrid models, and what each prompt gives by itself."""
+"""Batches of prompts for tiny hybrid models, and the answer to each single prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SERVED = (
     "nemotron_h", "granite 4", "falcon_h1", "zamba2", "qwen3_next", "qwen3_5", "lfm2",
     "olmo_hybrid", "mamba2",
 )  # fmt: skip
-"""Families whose batches are compared with what ``generate`` says."""
+"""Families whose batches are compared with ``generate``."""
 
 
 class Subject:
-    """A model, and its own greedy answers, computed once each."""
+    """A model and its greedy answers, each computed once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class Subject:
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        """The first ``count`` tokens that ``generate`` gives, alone and without a cache."""
+        """The first ``count`` tokens of ``generate`` for a single prompt without a cache."""
         known = self._answers.get(tuple(prompt), [])
         if len(known) < count:
             ids = torch.tensor([prompt])
@@ -37,11 +37,11 @@ class Subject:
         return known[:count]
 
     def config(self, **options: object) -> GenerationConfig:
-        """A configuration without a token that ends answers."""
+        """A configuration without an EOS token."""
         return GenerationConfig(eos_token_id=-1, **options)
 
     def cache(self, **settings: object):
-        """A cache that all its batches may have alone."""
+        """A cache whose batches may use all of its memory."""
         return make_cache(self.model, **{"max_requests": 8, **settings})
 
 
@@ -49,7 +49,7 @@ _SUBJECTS: dict[str, Subject] = {}
 
 
 def subject(name: str) -> Subject:
-    """The one subject of a family."""
+    """The subject of a family, created once."""
     if name not in _SUBJECTS:
         _SUBJECTS[name] = Subject(name)
     return _SUBJECTS[name]
@@ -61,7 +61,7 @@ def tokens(generator: torch.Generator, length: int) -> list[int]:
 
 
 def batch(cache, prompts, **options):
-    """What ``generate_batch`` returns, in order; the bookkeeping must hold afterwards."""
+    """Outputs of ``generate_batch`` in order; check invariants afterwards."""
     if options.get("generation_config") is None:
         options = {"max_new_tokens": 6, "eos_token_id": None, **options}
     outputs = cache.generate_batch(prompts, **options)
@@ -76,7 +76,7 @@ def answers(outputs) -> list[list[int]]:
 
 
 def answer(cache, prompt, *, is_batch, count=3, **options) -> list[int]:
-    """What a cache adds to a prompt, by ``generate`` or in a batch."""
+    """A cache's answer to a prompt, by ``generate`` or in a batch."""
     if is_batch:
         return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}

@@ -1,4 +1,4 @@
-"""One change of a model between calls of its prefix cache, held to what the changed model says."""
+"""One change of a model between calls of its prefix cache, compared with the changed model."""
 
 import contextlib
 import warnings
@@ -16,9 +16,9 @@ FEW = {"max_new_tokens": 3}
 
 
 def same(expected, actual) -> bool:
-    """Tokens and logits, these but for rounding: products may be of factors with few digits.
+    """Whether tokens are equal, and logits up to rounding of products with few digits.
 
-    Then another of two tokens that are as good may be chosen, and what follows it is not compared.
+    With such products either of two equally likely tokens may win; later tokens are not compared.
     """
     wanted, got = torch.stack(expected.logits), torch.stack(actual.logits)
     if wanted.dtype == torch.float32 and has_all_digits(wanted.device):
@@ -43,7 +43,7 @@ def outcome_of(cache, model, ids) -> str:
     before = cache.stats()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the one of a bypass
+            warnings.simplefilter("ignore")  # about a bypass
             actual = ask(cache, ids)
     except ModelChangedError:
         return NOTICED
@@ -58,7 +58,7 @@ def outcome_of(cache, model, ids) -> str:
 
 
 def check_change(kind, model, generator, weights_check="full") -> None:
-    """Caches a prefix, changes the model, asks for more, changes it back, and asks again."""
+    """Cache a prefix, change the model, ask, undo the change, and ask again."""
     cache = make_cache(model, weights_check=weights_check, placement=LastBlock())
     prefix = text(generator, 4 * BLOCK)
     prompts = [join(prefix, text(generator, 5)) for _ in range(4)]
@@ -72,12 +72,12 @@ def check_change(kind, model, generator, weights_check="full") -> None:
             assert not torch.equal(
                 torch.stack(plain(model, prompts[0]).logits), torch.stack(first.logits)
             )
-        if outcome == KEYED:  # and what is cached under the new key is right, too
+        if outcome == KEYED:  # entries under the new key must be right, too
             again = [outcome_of(cache, model, prompts[2]) for _ in range(3)]
             assert again[-1] == HARMLESS
-            # What its first forward makes, as a hook of accelerate does, may be a new key once.
+            # The first forward may create objects, as accelerate's hook does: one more new key.
             assert again[0] == HARMLESS or not kind.comes_back
-        if outcome in (NOTICED, REFUSED, BYPASSED):  # not only the first time
+        if outcome in (NOTICED, REFUSED, BYPASSED):  # also at the second call
             assert outcome_of(cache, model, prompts[2]) == outcome
     assert outcome == kind.outcome
 
@@ -85,7 +85,7 @@ def check_change(kind, model, generator, weights_check="full") -> None:
     try:
         output = ask(cache, prompts[3])
     except ModelChangedError:
-        assert outcome == NOTICED  # it was not changed back to the bit
+        assert outcome == NOTICED  # the undo did not restore every bit
         cache.reset()
         output = ask(cache, prompts[3])
         hits = -1

@@ -21,14 +21,14 @@ STRIPPING = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Drops what was thought in earlier turns; the next turn begins as this prompt ends."""
+"""Drops the thoughts of earlier turns; the next turn begins with this whole prompt."""
 
 OPENING = STRIPPING + "{% if add_generation_prompt %}<think>\n{% endif %}"
-"""Opens the thought itself, so that the next turn parts from the prompt before its end."""
+"""Opens the thought in the prompt, so the next turn branches off before the prompt's end."""
 
 
 def make_tokenizer(template, merges=()):
-    """A character of ASCII a token, so that an answer's text tells its tokens, and merged pairs."""
+    """A tokenizer of single ASCII characters and merged pairs, so that texts show the tokens."""
     alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # space and newline
     symbols = [*alphabet, *("".join(pair) for pair in merges)]
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}

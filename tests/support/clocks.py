@@ -1,11 +1,11 @@
-"""Clocks for code that reads ``time``: they stand for that module in the module that reads it."""
+"""Clocks that replace the module ``time`` in a module that reads it."""
 
 import random
 import time
 
 
 class Clock:
-    """Each reading is ``tick`` seconds after the one before."""
+    """A clock that advances ``tick`` seconds at each reading."""
 
     def __init__(self, tick: float) -> None:
         self._tick, self._now = tick, 0.0
@@ -18,20 +18,20 @@ class Clock:
 
 
 class JumpingClock:
-    """Each reading is some time after the one before: mostly little, now and then much."""
+    """A clock that advances a random time at each reading: mostly little, sometimes much."""
 
     def __init__(self) -> None:
         self._random, self._now = random.Random(0), 0.0
 
     def perf_counter(self) -> float:
-        self._now += 1e-6 + self._random.expovariate(1) ** 4  # less would be lost in a large sum
+        self._now += 1e-6 + self._random.expovariate(1) ** 4  # less is lost in a large sum
         return self._now
 
     def time_ns(self) -> int:
         return int(1e9 * self.perf_counter())
 
     def sleep(self, seconds: float) -> None:
-        """Lets other threads run, for no longer than that takes."""
+        """Advance the clock and let other threads run, without a real wait."""
         self._now += seconds
         time.sleep(0)
 
@@ -39,7 +39,7 @@ class JumpingClock:
 
 
 class ManualClock:
-    """Stands still until somebody turns it."""
+    """A clock that stands still until a test changes ``now``."""
 
     def __init__(self) -> None:
         self.now = 1000.0

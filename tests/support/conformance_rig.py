@@ -1,4 +1,4 @@
-"""The two kinds of embedders that a slot allocator must serve alike, filled with random data."""
+"""The two kinds of embedders that a slot allocator must serve equally, with random data."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ PAUSED, DECODES, PREFILLS = 1, 1, 3  # rows 0; 1; 2, 3 and 4
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """An embedder's own enum, of which only the values are this package's."""
+    """An embedder's enum; only its values match this package's."""
 
     LRU = "lru"
     REF_ZERO = "ref_zero"
 
 
 def namespace_context(policy, device="cpu"):
-    """Nothing but what the Protocol names."""
+    """A context with the attributes of the Protocol only."""
     return slot_rig.make_context(
         NUM_BLOCKS,
         MAX_REQUESTS,
@@ -45,7 +45,7 @@ def namespace_context(policy, device="cpu"):
 
 
 def package_context(policy, device="cpu"):
-    """The package's own context, as an embedder with a scratch would use it."""
+    """The package's context, as an embedder with a scratch uses it."""
     config = CacheConfig(
         block_size_tokens=BLOCK, ssm_chunk_size=SSM_CHUNK,
         max_requests=MAX_REQUESTS, max_tokens=64, max_sequence_length=BLOCK * MAX_BLOCKS,
@@ -63,7 +63,7 @@ CONTEXTS = {"namespace": namespace_context, "package": package_context}
 
 
 def fill(context, generator):
-    """Random live states in rows that are not the requests', different blocks, hashes 1001 on."""
+    """Fill with random live states, permuted rows, distinct blocks, and hashes from 1001."""
     for tensor in (context.mamba_conv_states, context.mamba_ssm_states):
         randomize(tensor, generator)
     rows = torch.randperm(MAX_REQUESTS, generator=generator)
@@ -79,13 +79,13 @@ def fill(context, generator):
 
 
 def reported(context, counts):
-    """What the forward says it wrote into the scratch, by prefill request."""
+    """Set the number of states that the forward wrote to the scratch, by prefill request."""
     context.mamba_metadata.intermediate_count = sum(counts)
     context.mamba_metadata.per_request_intermediate_counts = list(counts)
 
 
 def make_allocator(context, generator, max_slots=6, **options):
-    """Slots and scratch full of random bits."""
+    """An allocator with slots and scratch full of random bits."""
     allocator = MambaSlotAllocator(context, max_slots, LAYERS, CONV, SSM, *DTYPES, **options)
     for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
         randomize(getattr(allocator, name), generator)
@@ -93,15 +93,15 @@ def make_allocator(context, generator, max_slots=6, **options):
 
 
 def record(allocator, row, prompt, finished, chunk, skip, matched, required):
-    """Has a prefill chunk's checkpoints planned; all in tokens, but the last two in blocks."""
+    """Plan a prefill chunk's checkpoints; the last two arguments are in blocks, others tokens."""
     request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
     allocator.compute_and_store_offsets(request, row, skip, chunk, matched, [], required)
 
 
 def three_prefills(allocator, context):
-    """Two states in the scratch for row 2, one for row 4, and the ends of rows 3 and 4.
+    """Record two scratch states for row 2, one for row 4, and the ends of rows 3 and 4.
 
-    Returns the blocks of the scratch's states, then those of the prompts' ends.
+    Return the blocks of the scratch states, then the blocks of the prompts' ends.
     """
     table = context.request_to_kv_block_ids.tolist()
     record(allocator, 2, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)

@@ -1,4 +1,4 @@
-"""A machine that makes calls to a context in any order, and what it may find, as a plain model."""
+"""A state machine of calls to a context in any order, with a plain model of allowed matches."""
 
 import contextlib
 import random
@@ -42,19 +42,19 @@ TENANTS = [
 ]
 CHANGES = st.lists(st.sampled_from([0, 0, 1, 5]), min_size=1, max_size=3)
 MODES = st.sampled_from([False, False, True])
-"""Whether PyTorch's inference mode is on, as engines have it in steps and not between them."""
+"""Whether PyTorch's inference mode is on; engines use it in steps, not between steps."""
 
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
 
 
 class Seen:
-    """What one request was given and has produced."""
+    """The input and output of one request."""
 
     def __init__(self, prompt, tenant):
         self.prompt, self.tenant = tuple(prompt), tenant
         self.generated = []
         self.admission = None
-        # The tokens from which on it is greedy.
+        # All tokens after these are greedy.
         self.origin = self.prompt
 
     @property
@@ -62,7 +62,7 @@ class Seen:
         return self.prompt + tuple(self.generated)
 
     def fork(self, last_token):
-        """What goes on from where this stands, with a last token of its own."""
+        """A fork of this request, with another last token."""
         fork = Seen(self.prompt, self.tenant)
         fork.generated = [*self.generated[:-1], last_token]
         is_same = fork.generated == self.generated
@@ -70,11 +70,11 @@ class Seen:
         return fork
 
     def logits(self, runs, index=0):
-        """What runs without a cache say of its next token, or of the ``index``-th after that."""
+        """Logits of uncached runs for the next token, or for the ``index``-th token after it."""
         return runs.logits(self.origin, len(self.tokens) - len(self.origin) + index)
 
     def prefix(self, end):
-        """All that a state after ``end`` tokens may depend on."""
+        """Everything that a state after ``end`` tokens may depend on."""
         keys = self.tenant.get("multimodal_keys", [])
         images = tuple(sorted((position, key) for position, key in keys if position < end))
         names = tuple(self.tenant.get(name) for name in ("cache_salt", "lora_id"))
@@ -85,14 +85,14 @@ class Seen:
 
 
 class ForwardError(Exception):
-    """What a model raises in the midst of its layers."""
+    """Raised by a model between its layers."""
 
 
 class Breaking:
-    """The caches of a model that breaks off when it asks for them once too often.
+    """Caches that make a model's forward fail after a number of attribute reads.
 
-    Before that it spoils all that a step may write: the live states of its requests, the slots
-    that it reserved, and the keys and values of its tokens.
+    Before the error they overwrite everything that a step may write: live states of its requests,
+    its reserved slots, and keys and values of its tokens.
     """
 
     def __init__(self, context, step, countdown):
@@ -119,7 +119,7 @@ class Breaking:
 
 
 class Forgetful:
-    """A context of which some layers hand nothing over, or first what is too short."""
+    """A context whose layers may hand over nothing, or first a chunk too few."""
 
     def __init__(self, context, rng):
         self._context = context
@@ -138,16 +138,16 @@ class Forgetful:
 
 
 class ContextMachine(RuleBasedStateMachine):
-    """Large pools: matches are known exactly but for decode states. Small pools: never too much.
+    """Calls in any order. Large pools: exact matches, except decode states; small: upper bounds.
 
-    ``self.keeps_all`` says that no state goes before its request, ``self.exact`` that matches are
-    known.
+    ``self.keeps_all``: no state is evicted before its request ends. ``self.exact``: matches are
+    known exactly.
     """
 
     longest_answer = 12
     model, uncached = MODEL, UNCACHED
     damaged = frozenset()
-    """Requests of the step that were given a damaged state: they are preempted at its end."""
+    """Requests of the step with a damaged state, which are preempted at the step's end."""
 
     @initialize(
         ample=st.booleans(),
@@ -174,10 +174,10 @@ class ContextMachine(RuleBasedStateMachine):
         mode=False,
         **settings,
     ):
-        """``forgets`` is the seed of the layers that do not hand over; None: all do."""
+        """Open a context. ``forgets`` is the seed for layers without handover; None: none."""
         self.forgets = forgets and random.Random(forgets)
         warnings.simplefilter("ignore" if forgets else "error", UnwrittenStateWarning)
-        ample = ample and not forgets  # what should have been saved may not be
+        ample = ample and not forgets  # states may be missing
         self.now = 0.0
         self.keeps_all = ample and policy == "lru" and settings["enable_prefix_caching"]
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)
@@ -203,7 +203,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.forget()
 
     def open_context(self, **options):
-        """A new context with the settings that were drawn."""
+        """A new context with the drawn settings."""
         return make_context(
             make_config(**self.settings, **self.more_settings()),
             model=self.model,
@@ -214,11 +214,11 @@ class ContextMachine(RuleBasedStateMachine):
         )
 
     def more_settings(self):
-        """Settings that a machine built on this one wants as well."""
+        """Further settings of a derived machine."""
         return {}
 
     def caches(self):
-        """What the model's layers write to."""
+        """The caches for the model's layers."""
         return Forgetful(self.context, self.forgets) if self.forgets else self.context
 
     def forget(self):
@@ -226,18 +226,18 @@ class ContextMachine(RuleBasedStateMachine):
         self.surely_saved = set()
         self.perhaps_saved = set()
         self.snapshots = {}
-        self.pinned = {}  # pins: their prompts and ends
+        self.pinned = {}  # prompt and end by pin
 
     @rule(
         stem=st.sampled_from([8, 16, 24, 32, 40]) | st.integers(0, 40),
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=20),
         tenant=st.just({}) | st.sampled_from(TENANTS),
         chunk=st.none() | st.integers(1, 40),
-        wanted=st.lists(st.integers(0, 60), max_size=2),
+        positions=st.lists(st.integers(0, 60), max_size=2),
     )
-    def add(self, stem, tail, tenant, chunk, wanted):
+    def add(self, stem, tail, tenant, chunk, positions):
         seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
-        positions = [min(position, self.longest) for position in wanted]
+        positions = [min(position, self.longest) for position in positions]
         request = seen.request(self.next_id, list(seen.prompt), checkpoint_positions=positions)
         try:
             with self.unchanged_by_an_error():
@@ -272,7 +272,7 @@ class ContextMachine(RuleBasedStateMachine):
         mode=MODES,
     )
     def steps(self, times, chunk, some, changes, mode):
-        """Several steps, and often forks of the oldest that decodes then."""
+        """Run several steps, and often fork the oldest decoding request."""
         with torch.inference_mode(mode):
             self.go_on(times, chunk, some)
         decoding = self.with_status(RequestStatus.DECODING)
@@ -298,10 +298,10 @@ class ContextMachine(RuleBasedStateMachine):
         new_tokens = {}
         for request, row in zip(step.requests, logits, strict=True):
             if request.samples:
-                wanted = self.requests[request.request_id].logits(self.uncached)
+                expected = self.requests[request.request_id].logits(self.uncached)
                 if request.request_id not in self.damaged:
-                    torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
-                new_tokens[request.request_id] = int(wanted.argmax())
+                    torch.testing.assert_close(row, expected, rtol=0, atol=1e-9)
+                new_tokens[request.request_id] = int(expected.argmax())
         assert tuple(new_tokens) == step.sampling_ids
         preempted = self.context.commit_step(
             [*new_tokens.values()] if self.uses_arrays() else new_tokens
@@ -323,7 +323,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.finish_those_with(self.longest_answer)
 
     def uses_arrays(self):
-        """Whether to give tokens in the order of the batch this time, and not by request id."""
+        """Whether to pass tokens in batch order this time, not by request id."""
         self.num_commits += 1
         return self.num_commits % 2 == 0
 
@@ -337,10 +337,10 @@ class ContextMachine(RuleBasedStateMachine):
         assert self.context.finish(request_id) == self.requests.pop(request_id).generated
 
     def forget_uncollected(self, request_id):
-        """For machines that give tokens late: what the context does not know will be forgotten."""
+        """Hook of machines that pass tokens late: drop a request's uncollected tokens."""
 
     def forget_all_uncollected(self):
-        """Likewise, for all requests."""
+        """Hook of machines that pass tokens late: drop all uncollected tokens."""
 
     @precondition(lambda self: self.with_status(RequestStatus.DECODING))
     @rule(data=st.data(), changes=CHANGES)
@@ -348,9 +348,9 @@ class ContextMachine(RuleBasedStateMachine):
         self.fork_one(data.draw(st.sampled_from(self.with_status(RequestStatus.DECODING))), changes)
 
     def fork_one(self, chosen, changes):
-        """Some go on from where one stands; their copies are equal, bit for bit.
+        """Fork a request; the copies must be equal, bit for bit.
 
-        ``changes`` says how the last token of each differs from that of the one they come from.
+        ``changes`` are the differences of the forks' last tokens from the request's last token.
         """
         if not self.can_be_forked(chosen):
             return
@@ -370,11 +370,11 @@ class ContextMachine(RuleBasedStateMachine):
         self.compare_copies(made)
 
     def can_be_forked(self, request_id):
-        """Whether all tokens of a decoding request are known; for machines that give them late."""
+        """Hook of machines that pass tokens late: whether all tokens of a request are known."""
         return True
 
     def compare_copies(self, made):
-        """Remembers the shared blocks, too: nobody may write them."""
+        """Compare a fork's copies, and record the shared blocks, which must not be written."""
         context = self.context
         num_full, rest = divmod(int(context.request_table.num_computed[made.source_row]), BLOCK)
         assert len(made.blocks) == (len(made.rows) if rest else 0)
@@ -400,7 +400,7 @@ class ContextMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.can_step())
     @rule(breaks_at=st.integers(0, 12))
     def abort(self, breaks_at):
-        """A step is taken back; its forward breaks off in any of its layers, or after them all."""
+        """Abort a step whose forward fails in any of its layers, or after all layers."""
         step = self.begin()
         if step is None:
             return
@@ -434,7 +434,7 @@ class ContextMachine(RuleBasedStateMachine):
         ttl=st.none() | st.sampled_from([0, 1, 5]),
     )
     def pin(self, stem, tenant, ttl):
-        """A beginning that may be cached is pinned, unless pins have too much already."""
+        """Pin a prefix that may be cached; pins may already hold too much."""
         seen = Seen(STEM[:stem], tenant)
         try:
             with self.unchanged_by_an_error():
@@ -458,7 +458,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.drop_ended_pins()
 
     def drop_ended_pins(self, *, all_of_them=False):
-        """What is pinned no more is not looked for; the context lets go of it at its next call."""
+        """Drop ended pins from the model; the context releases them at its next call."""
         for pin, (_, end) in list(self.pinned.items()):
             if all_of_them or (end is not None and end <= self.now):
                 self.context.unpin(pin)
@@ -502,7 +502,7 @@ class ContextMachine(RuleBasedStateMachine):
             self.context.slot_allocator.reset()
             self.surely_saved.clear()
             self.pinned.clear()
-            self.keeps_all = False  # of what is scheduled or uncollected now
+            self.keeps_all = False  # false for scheduled and uncollected requests
             return
         self.context.reset(preserve_prefix_cache=what == "requests")
         self.forget_all_uncollected()
@@ -544,7 +544,7 @@ class ContextMachine(RuleBasedStateMachine):
         return self.with_status(RequestStatus.SCHEDULED) or self.with_status(RequestStatus.DECODING)
 
     def begin(self, decode_ids=None, **drafts):
-        """Begins a step; whatever was restored must be, bit for bit, what was saved."""
+        """Begin a step; restored states must equal the saved ones, bit for bit."""
         try:
             with self.unchanged_by_an_error():
                 step = self.context.begin_step(decode_ids, **drafts)
@@ -587,7 +587,7 @@ class ContextMachine(RuleBasedStateMachine):
             assert skipped >= max(sure, default=0)
 
     def check_found(self, seen, end):
-        """What was computed of a request is found by the next one, its answer too."""
+        """The computed tokens of a request, also of its answer, must match afterwards."""
         tokens = seen.tokens[:end][: self.longest]
         if self.keeps_all:
             match = self.context.match(seen.request("next", list(tokens)))
@@ -606,7 +606,7 @@ class ContextMachine(RuleBasedStateMachine):
             self.perhaps_saved.add(key)
 
     def remember_states(self):
-        """Copies every findable state under the prefix that it belongs to."""
+        """Copy every findable state, keyed by its prefix."""
         slots, kv_blocks = self.context.slot_allocator, self.context.kv_block_allocator
         known = {}
         for seen in self.requests.values():
@@ -622,7 +622,7 @@ class ContextMachine(RuleBasedStateMachine):
             self.remember(key, {name: tensor.clone() for name, tensor in state.items()})
 
     def remember(self, key, state):
-        """Remember the state that can be found; of the same prefix there is one at a time."""
+        """Record the findable state of a prefix; a prefix has one state at a time."""
         self.snapshots[key] = [state]
 
 

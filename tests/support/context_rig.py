@@ -1,4 +1,4 @@
-"""A tiny hybrid model over a real context, and what the same model says without a cache."""
+"""A tiny hybrid model over a real context, and uncached runs of the same model."""
 
 from contextlib import contextmanager
 
@@ -43,7 +43,7 @@ def make_config(**changes):
 
 
 def make_context(config=None, *, model=MODEL, poison=True, **options):
-    """A context whose memory holds NaN wherever nothing was written."""
+    """A context whose unwritten memory is NaN."""
     config = config or make_config()
     specs = model.config.state_spec(torch.float64), model.config.kv_spec(torch.float64)
     context = DynamicInferenceContext(config, *specs, **options)
@@ -57,7 +57,7 @@ def make_context(config=None, *, model=MODEL, poison=True, **options):
 
 
 def run_step(context, decode_ids=None, *, model=MODEL):
-    """One whole step, greedy; returns {request id: (logits, token)} of those that sampled."""
+    """Run a greedy step; return {request id: (logits, token)} of requests that sampled."""
     step = context.begin_step(decode_ids)
     logits = model.forward(step.metadata, context)
     sampled = {
@@ -70,7 +70,7 @@ def run_step(context, decode_ids=None, *, model=MODEL):
 
 
 def generate(context, prompt, num_tokens, *, request_id="only", model=MODEL, **options):
-    """Runs one request alone; returns its tokens, the logits of each, and its admission."""
+    """Run one request alone; return its tokens, the logits of each, and its admission."""
     admission = context.add_request(Request(request_id=request_id, prompt_tokens=prompt, **options))
     tokens, logits = [], []
     while len(tokens) < num_tokens:
@@ -86,7 +86,7 @@ def add(context, request_id, prompt, **options):
 
 
 def saved_prefix_lengths(context, prompt):
-    """Boundaries of ``prompt`` at which a state can be found, in blocks."""
+    """Boundaries of ``prompt`` with a findable state, in blocks."""
     hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).hashes
     kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
     blocks = [kv_blocks.find_block(digest) for digest in hashes.digests]
@@ -108,7 +108,7 @@ def assert_same_run(run, prompt):
 
 
 def on_device(*requests, num_drafts=2):
-    """Tokens of requests in batch order, as a sampler leaves them."""
+    """Tokens of requests in batch order, like a sampler's output."""
     tokens = torch.full((len(requests), 1 + num_drafts), -7)
     for row, new in zip(tokens, requests, strict=True):
         row[: len(new)] = torch.tensor(new)
@@ -117,7 +117,7 @@ def on_device(*requests, num_drafts=2):
 
 @contextmanager
 def refused(context, error, match=None):
-    """A call that raises, and changes nothing of a context."""
+    """Check that a call raises and leaves the context unchanged."""
     before = _seen(context)
     with pytest.raises(error, match=match) as caught:
         yield caught
@@ -135,7 +135,7 @@ def prepared(context, prompt):
 
 
 class UncachedRuns:
-    """What greedy decoding gives for a prompt without a cache, computed once for each prompt."""
+    """Greedy decoding without a cache, computed once for each prompt."""
 
     def __init__(self, num_tokens=12, *, model=MODEL):
         config = make_config(enable_prefix_caching=False, max_requests=1)

@@ -1,11 +1,11 @@
-"""Random conversations with a prefix cache, each answer judged by what the model says without one.
+"""Random conversations with a prefix cache; each answer is compared with the uncached model.
 
-A conversation is made from its seed alone: a tiny model, a cache with random settings, users with
-salts and system prompts, and what they ask one after the other. Whatever the cache answers must be
-what ``model.generate`` answers when it is asked the same, token by token and, but for rounding,
-logit by logit. Models and caches compute in float64, in which no two tokens are as good as each
-other: rounding decides nothing. A batch that ``generate`` cannot answer at once, padded and drawn,
-is judged by the logits that each token was chosen by, and by what ``generate`` chooses by them.
+A conversation is derived from its seed: a tiny model, a cache with random settings, users with
+salts and system prompts, and their prompts in order. The cache's answers must equal those of
+``model.generate`` to the same calls: every token, and every logit up to rounding. Models and caches
+compute in float64, in which no two tokens are equally likely, so rounding decides no token. Padded
+batches with sampling, which ``generate`` does not answer row by row, are compared by the logits of
+each token, and by the tokens that ``generate`` chooses from these logits.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from mamba_cache.cache import (
 )
 
 SUBJECTS = [*FAMILIES, *(f"{name}, large weights" for name in FAMILIES)]
-"""As made, a model hardly looks at its states: what is wrong in one may drown in rounding. With
-large weights it does."""
+"""With its initial weights a model hardly depends on its states, so an error in a state could be
+lost in rounding. Large weights prevent this."""
 
 LARGE = 5.0
 CLAMPING = ("nemotron_h", "nemotron_h with experts", "zamba2")
-"""With large weights their time steps reach the clamp, which they have in the prefill only."""
+"""Families whose time steps reach the clamp with large weights; only the prefill clamps."""
 
 BOUND = 1e-9
-"""Of the largest logit: by how much an answer's may be off in float64."""
+"""Maximum error of a float64 logit, relative to the largest logit."""
 
 MAX_TOKENS = 150
 PAD = 0
 EOS = 2
-"""The models' own, where a call names none."""
+"""The models' EOS token, for calls without one."""
 
 Tokens = tuple[int, ...]
 
 
 class WrongAnswerError(AssertionError):
-    """The cache said what the model does not say, or its bookkeeping is wrong."""
+    """The cache's answer differs from the model's, or its bookkeeping is wrong."""
 
 
 class Boom(Exception):
@@ -71,19 +71,19 @@ class Boom(Exception):
 
 @dataclass
 class Call:
-    """What is asked of the cache, and of the model."""
+    """A call to the cache and to the model."""
 
     kind: str
     rows: list[Tokens]
     salt: Any = None
-    options: dict[str, Any] = field(default_factory=dict)  # what ``generate`` is given as it is
-    form: str = "ids"  # of the prompts: "ids", "masked", or "list", which plain cannot take
-    stop_tokens: Tokens = ()  # a criterion ends a row after one of them
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of ``generate``
+    form: str = "ids"  # of the prompts: "ids", "masked", or "list" (cache only)
+    stop_tokens: Tokens = ()  # a criterion ends a row after any of these
     stop_length: int = 0  # a criterion ends all rows at this many columns
-    favours: Tokens = ()  # a processor moves the logits of these tokens
-    breaks_in: str = ""  # where ``Boom`` is raised; empty: nowhere
-    breaks_at: int = 0  # at which call of it
-    seed: int = 0  # of PyTorch's random numbers
+    favours: Tokens = ()  # a processor raises the logits of these tokens
+    breaks_in: str = ""  # callback that raises ``Boom``; empty: none
+    breaks_at: int = 0  # number of the callback's call that raises
+    seed: int = 0  # seed of PyTorch's random numbers
 
     @property
     def num_beams(self) -> int:
@@ -116,20 +116,20 @@ class Call:
 
 
 @dataclass
-class Said:
-    """What came of a call."""
+class Result:
+    """The result of a call."""
 
-    sequences: torch.Tensor | None = None  # [rows, columns]; None if something was raised
+    sequences: torch.Tensor | None = None  # [rows, columns]; None after an exception
     logits: Sequence[torch.Tensor] = ()  # by step, [rows, vocabulary] each
-    shown: list[torch.Tensor] = field(default_factory=list)  # by step, what a processor was shown
-    error: type[BaseException] | None = None  # the class of what was raised
+    shown: list[torch.Tensor] = field(default_factory=list)  # by step, input of the processor
+    error: type[BaseException] | None = None  # class of the exception
 
 
 class _Callbacks:
-    """A caller's own code around one call of ``generate``."""
+    """Callbacks of the caller in one call of ``generate``."""
 
-    def __init__(self, call: Call, said: Said) -> None:
-        self._call, self._said = call, said
+    def __init__(self, call: Call, result: Result) -> None:
+        self._call, self._result = call, result
         self._counts: Counter[str] = Counter()
 
     def arguments(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class _Callbacks:
 
     def _process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._count("processor")
-        self._said.shown.append(input_ids.clone())
+        self._result.shown.append(input_ids.clone())
         if self._call.favours:
             scores = scores.clone()
             scores[:, list(self._call.favours)] += 0.05 * scores.abs().amax()
@@ -163,7 +163,7 @@ class _Callbacks:
 
 
 class Judge:
-    """What a model says by itself."""
+    """A model without a cache, to compare with."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -173,7 +173,7 @@ class Judge:
         self.takes_positions = "position_ids" in accepted
 
     def forward(self, tokens: Sequence[int], past: Any, start: int) -> torch.Tensor:
-        """Returns the logits after each of ``tokens``, [tokens, vocabulary]."""
+        """Return the logits after each of ``tokens``, [tokens, vocabulary]."""
         named: dict[str, Any] = {self.cache_name: past, "use_cache": True}
         if self.takes_positions:
             positions = torch.arange(start, start + len(tokens))
@@ -182,7 +182,7 @@ class Judge:
             return self.model(input_ids=torch.tensor([tokens]), **named).logits[0]
 
     def logits_after(self, tokens: Tokens, prompt_tokens: int) -> torch.Tensor:
-        """Returns what follows the prompt and each later token, [steps, vocabulary]."""
+        """Return the logits after the prompt and after each later token, [steps, vocabulary]."""
         past = transformers.DynamicCache(config=self.model.config.get_text_config(decoder=True))
         ends = [*range(prompt_tokens, len(tokens) + 1)]
         found = []
@@ -192,7 +192,7 @@ class Judge:
 
 
 class Conversation:
-    """One conversation, which its seed decides."""
+    """One conversation, derived from its seed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -218,10 +218,10 @@ class Conversation:
         ]
         self._seen: dict[Any, list[Tokens]] = {}
 
-    # What is asked.
+    # The calls.
 
     def run(self) -> None:
-        """Holds the conversation."""
+        """Run the conversation."""
         try:
             with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
                 compute_in_double(patch)
@@ -229,7 +229,7 @@ class Conversation:
                 self.cache = _cache(self.model, self.subject, **self.settings)
                 for _ in range(self._rng.randrange(3, 9)):
                     self._do_something()
-                self._check_that_all_can_be_had()
+                self._check_that_all_can_be_allocated()
         except Exception as error:
             raise WrongAnswerError(self._story(error)) from error
         self.counts["conversations"] += 1
@@ -287,7 +287,7 @@ class Conversation:
             call.rows = [self._prompt_of(one) for one in users if one]
             if rng.random() < 0.3:  # repeated rows
                 call.rows, users = [*call.rows, call.rows[0]], [*users, None]
-            if rng.random() < 0.3:  # of one length, so that plain takes them as they are
+            if rng.random() < 0.3:  # equal lengths: no padding for plain
                 shortest = min(map(len, call.rows))
                 call.rows = [row[-shortest:] for row in call.rows]
         elif kind == "again":
@@ -341,13 +341,13 @@ class Conversation:
             call.form = "masked"
 
     def _prompt_of(self, user: _User) -> Tokens:
-        """The next prompt of a user: all so far, and a message."""
+        """The next prompt of a user: the conversation so far, and a message."""
         if len(user.history) > MAX_TOKENS:
             user.history = ()
         return (user.history or user.system) + self._text(self._length(1.5))
 
     def _beginning_of(self, tokens: Tokens) -> Tokens:
-        """Just what was computed, or kept, before: the prompt's last token is none of its own."""
+        """A beginning of earlier tokens, whose last token was also computed before."""
         size = self._block
         ends = [len(tokens), len(tokens) - 1, self._rng.randrange(len(tokens)) + 1]
         ends += [len(tokens) // size * size, self._rng.randrange(len(tokens)) // size * size]
@@ -356,12 +356,12 @@ class Conversation:
     def _system(self) -> Tokens:
         return self._rng.choice([*self._systems, *self._systems, ()])
 
-    def _length(self, most_blocks: float) -> int:
+    def _length(self, max_blocks: float) -> int:
         size = self._block
         usual = (1, 2, 3, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1)
-        most = int(most_blocks * size)
-        fitting = [length for length in usual if 0 < length <= most]
-        return self._rng.choice([*fitting, self._rng.randrange(1, most + 1)])
+        max_length = int(max_blocks * size)
+        fitting = [length for length in usual if 0 < length <= max_length]
+        return self._rng.choice([*fitting, self._rng.randrange(1, max_length + 1)])
 
     def _answer_length(self) -> int:
         size = self._block
@@ -390,18 +390,18 @@ class Conversation:
             "weights_check": rng.choice(("full", "full", "sample", "off")),
         }
 
-    # How it is asked.
+    # Running calls.
 
-    def _arguments(self, call: Call, said: Said) -> dict[str, Any]:
+    def _arguments(self, call: Call, result: Result) -> dict[str, Any]:
         options = dict(call.options)
         if call.seed % 5 == 0:
             kept = ("max_new_tokens", "do_sample", "eos_token_id", "top_k", "temperature")
             config = {name: options.pop(name) for name in kept if name in options}
             options["generation_config"] = transformers.GenerationConfig(pad_token_id=PAD, **config)
-        return {**options, **_Callbacks(call, said).arguments()}
+        return {**options, **_Callbacks(call, result).arguments()}
 
     def _prompts(self, call: Call, rows: Sequence[Tokens]) -> dict[str, Any]:
-        """As tensors, padded on the left."""
+        """Prompts as tensors, padded on the left."""
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), PAD)
         mask = torch.zeros_like(ids)
@@ -412,56 +412,56 @@ class Conversation:
             {"input_ids": ids} if call.form == "ids" else {"input_ids": ids, "attention_mask": mask}
         )
 
-    def _say(self, call: Call, generate: Callable[..., Any], **prompts: Any):
-        said = Said()
-        arguments = self._arguments(call, said)
+    def _generate(self, call: Call, generate: Callable[..., Any], **prompts: Any):
+        result = Result()
+        arguments = self._arguments(call, result)
         torch.manual_seed(call.seed)
         try:
             output = generate(**prompts, **arguments)
         except Boom as error:
-            said.error = type(error)
-            return said
-        said.sequences, said.logits = output.sequences, output.logits
-        return said
+            result.error = type(error)
+            return result
+        result.sequences, result.logits = output.sequences, output.logits
+        return result
 
-    def _plain(self, call: Call, rows: Sequence[Tokens] | None = None) -> Said:
-        return self._say(call, self.model.generate, **self._prompts(call, rows or call.rows))
+    def _plain(self, call: Call, rows: Sequence[Tokens] | None = None) -> Result:
+        return self._generate(call, self.model.generate, **self._prompts(call, rows or call.rows))
 
-    def _cached(self, call: Call) -> Said:
+    def _cached(self, call: Call) -> Result:
         skipped = self.cache.stats().skipped_tokens
         if call.form == "list":
             prompts: dict[str, Any] = {"inputs": [list(row) for row in call.rows]}
         else:
             prompts = self._prompts(call, call.rows)
-        said = self._say(call, self.cache.generate, cache_salt=call.salt, **prompts)
+        result = self._generate(call, self.cache.generate, cache_salt=call.salt, **prompts)
         asked = [(call.salt, row) for row in call.rows]
         self._check_skips(asked, self.cache.stats().skipped_tokens - skipped)
-        self._seen.setdefault(call.salt, []).extend(self._sequences(call, said))
-        return said
+        self._seen.setdefault(call.salt, []).extend(self._sequences(call, result))
+        return result
 
-    def _sequences(self, call: Call, said: Said) -> list[Tokens]:
-        """What the cache may have kept of a call."""
+    def _sequences(self, call: Call, result: Result) -> list[Tokens]:
+        """Sequences of a call that the cache may have stored."""
         keeps_answers = self.settings["reuse_answers"] and not self._is_clamping
-        if said.sequences is None or not keeps_answers or call.num_beams > 1:
+        if result.sequences is None or not keeps_answers or call.num_beams > 1:
             return call.rows
-        answers = [row[call.width :] for row in said.sequences.tolist()]
+        answers = [row[call.width :] for row in result.sequences.tolist()]
         return [call.rows[i // call.num_answers] + tuple(row) for i, row in enumerate(answers)]
 
     def _check_skips(self, asked: Sequence[tuple[Any, Tokens]], skipped: int) -> None:
-        """Nothing is found but what was computed before, under the same salt."""
+        """Check that matches were computed before, under the same salt."""
         self.counts["prompt tokens"] += sum(len(row) for _, row in asked)
         self.counts["skipped tokens"] += skipped
         different = dict.fromkeys(asked)
-        most = 0
+        limit = 0
         for salt, row in different:
             known = [*self._seen.get(salt, ())]
-            known += [other for its, other in different if its == salt and other != row]
-            most += max((_shared(row, other) for other in known), default=0)
-        if skipped > most:
-            raise WrongAnswerError(f"{skipped} tokens were skipped, of {most} ever computed before")
+            known += [other for tag, other in different if tag == salt and other != row]
+            limit += max((_shared(row, other) for other in known), default=0)
+        if skipped > limit:
+            raise WrongAnswerError(f"{skipped} tokens were skipped, of {limit} computed before")
 
     def _ask(self, call: Call) -> list[Tokens] | None:
-        """Asks the cache and the model; returns the answers, None if the call was to fail."""
+        """Call the cache and the model; return the answers, None if both raised as expected."""
         self.log.append(str(call))
         actual = self._cached(call)
         self.counts["calls judged"] += 1
@@ -486,27 +486,27 @@ class Conversation:
             self._judge_by_logits(call, actual)
         return self._answers(call, actual)
 
-    def _row_of(self, call: Call, said: Said, number: int) -> Said:
+    def _row_of(self, call: Call, result: Result, number: int) -> Result:
         padding = call.width - len(call.rows[number])
-        assert said.sequences is not None
-        return Said(
-            said.sequences[number : number + 1, padding:],
-            [step[number : number + 1] for step in said.logits],
+        assert result.sequences is not None
+        return Result(
+            result.sequences[number : number + 1, padding:],
+            [step[number : number + 1] for step in result.logits],
         )
 
-    def _answers(self, call: Call, said: Said) -> list[Tokens]:
-        """The rows' answers, each to its end."""
-        assert said.sequences is not None
+    def _answers(self, call: Call, result: Result) -> list[Tokens]:
+        """The rows' answers, each cut at its end token."""
+        assert result.sequences is not None
         ends = {*call.stop_tokens, *(call.options["eos_token_id"] or (EOS,))}
         answers = []
-        for row in said.sequences[:, call.width :].tolist():
+        for row in result.sequences[:, call.width :].tolist():
             length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
             answers.append(tuple(row[:length]))
         return answers
 
-    # What is right.
+    # Comparisons.
 
-    def _compare(self, call: Call, expected: Said, actual: Said) -> None:
+    def _compare(self, call: Call, expected: Result, actual: Result) -> None:
         answers = self._answers(call, expected)
         if answers != self._answers(call, actual):
             raise WrongAnswerError(f"answered {self._answers(call, actual)}, not {answers}")
@@ -514,18 +514,18 @@ class Conversation:
             return
         for number, answer in enumerate(answers):
             steps = range(len(answer))
-            wanted = torch.stack([expected.logits[step][number] for step in steps])
+            reference = torch.stack([expected.logits[step][number] for step in steps])
             got = torch.stack([actual.logits[step][number] for step in steps])
-            self._check_logits(wanted, got)
+            self._check_logits(reference, got)
 
-    def _check_logits(self, wanted: torch.Tensor, got: torch.Tensor) -> None:
-        most, off = wanted.abs().max().item(), (got - wanted).abs().max().item()
+    def _check_logits(self, reference: torch.Tensor, got: torch.Tensor) -> None:
+        largest, off = reference.abs().max().item(), (got - reference).abs().max().item()
         self.counts["rows of logits"] += len(got)
-        if not off <= BOUND * most:
-            raise WrongAnswerError(f"logits are off by {off:.2e}, of {most:.2e} at most")
+        if not off <= BOUND * largest:
+            raise WrongAnswerError(f"logits are off by {off:.2e}, of {largest:.2e} at most")
 
-    def _judge_by_logits(self, call: Call, actual: Said) -> None:
-        """Judges an answer by the logits that it was chosen by."""
+    def _judge_by_logits(self, call: Call, actual: Result) -> None:
+        """Compare the logits that an answer was chosen from."""
         found: dict[Tokens, torch.Tensor] = {}
         for tokens, got in sorted(self._steps(call, actual), key=lambda step: -len(step[0])):
             found.setdefault(tokens, got)
@@ -536,16 +536,16 @@ class Conversation:
             if tokens in done:
                 continue
             done.update(steps)
-            wanted = self._judge.logits_after(tokens, prompt_tokens)
+            reference = self._judge.logits_after(tokens, prompt_tokens)
             got = torch.stack([found[step] for step in steps])
-            self._check_logits(wanted, got)
-        self._check_that_these_logits_say_it(call, actual)
+            self._check_logits(reference, got)
+        self._check_choice_from_logits(call, actual)
 
     def _prompt_in(self, call: Call, tokens: Tokens) -> int:
         return max(len(row) for row in call.rows if tokens[: len(row)] == row)
 
-    def _steps(self, call: Call, actual: Said) -> Iterator[tuple[Tokens, torch.Tensor]]:
-        """What went through the model, and the logits that came of it."""
+    def _steps(self, call: Call, actual: Result) -> Iterator[tuple[Tokens, torch.Tensor]]:
+        """The tokens up to each step of an answer, and the step's logits."""
         per_prompt = call.num_beams if call.num_beams > 1 else call.num_answers
         answers = self._answers(call, actual)
         for step, logits in enumerate(actual.logits):
@@ -557,8 +557,8 @@ class Conversation:
                 elif step < len(answers[row]):
                     yield prompt + answers[row][:step], got
 
-    def _check_that_these_logits_say_it(self, call: Call, actual: Said) -> None:
-        """``generate`` without a cache, told these logits, must give the same answer."""
+    def _check_choice_from_logits(self, call: Call, actual: Result) -> None:
+        """Check that ``generate`` without a cache chooses the same answer from these logits."""
         logits = iter(actual.logits)
 
         def dictate(_: Any, __: Any, output: Any) -> None:
@@ -569,13 +569,13 @@ class Conversation:
         hook = self.model.register_forward_hook(dictate)
         try:
             prompts = self._prompts(call, call.rows)
-            told = self._say(call, self.model.generate, **prompts)
+            dictated = self._generate(call, self.model.generate, **prompts)
         finally:
             hook.remove()
-        if self._answers(call, told) != self._answers(call, actual):
+        if self._answers(call, dictated) != self._answers(call, actual):
             raise WrongAnswerError("its logits are right, and do not lead to this answer")
 
-    # What is asked beside answers.
+    # Other calls.
 
     def _prefill(self) -> None:
         user = self._rng.choice(self._users)
@@ -592,12 +592,12 @@ class Conversation:
             for at, token in enumerate(message)
         ]
         tokens = prompt + message
-        wanted = self._judge.logits_after(tokens, len(prompt))[1:]
-        self._check_logits(wanted, torch.stack(got))
+        reference = self._judge.logits_after(tokens, len(prompt))[1:]
+        self._check_logits(reference, torch.stack(got))
         self.counts["calls judged"] += 1
 
     def _generate_batch(self) -> None:
-        """Prompts of several users that run together, each with answers of its own number."""
+        """Run prompts of several users together, each with its number of answers."""
         rng, room = self._rng, self.settings["blocks"] * self._block
         users = rng.choices(self._users, k=rng.randrange(1, 6))
         asked = [(user.salt, self._prompt_of(user)) for user in users]
@@ -623,22 +623,20 @@ class Conversation:
         )
         outputs = list(outputs.values())
         after = self.cache.stats()
-        if after.requests - before.requests == len(
-            asked
-        ):  # else some resumed from their own states
+        if after.requests - before.requests == len(asked):  # else preempted requests were resumed
             self._check_skips(asked, after.skipped_tokens - before.skipped_tokens)
         self.cache.check_invariants()
         for user, (salt, row), config in zip(users, asked, configs, strict=True):
             options = {"max_new_tokens": config.max_new_tokens, "eos_token_id": [EOS]}
             options |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
             call = Call("generate_batch", [row], salt, options, form="masked", seed=1)
-            [wanted] = self._answers(call, self._plain(call))
+            [reference] = self._answers(call, self._plain(call))
             for _ in range(config.num_return_sequences):
                 output = outputs.pop(0)
                 answer = tuple(output.generated_tokens)
-                is_whole = output.error is None  # or no longer sequence has room
-                if answer != (wanted if is_whole else wanted[: len(answer)]):
-                    raise WrongAnswerError(f"answered {answer}, not {wanted}")
+                is_whole = output.error is None  # else the sequence ran out of blocks
+                if answer != (reference if is_whole else reference[: len(answer)]):
+                    raise WrongAnswerError(f"answered {answer}, not {reference}")
                 self._seen.setdefault(salt, []).append(row + answer)
             user.took(row, answer)
             self.counts["calls judged"] += 1
@@ -650,8 +648,8 @@ class Conversation:
         if self.cache.stats().cached_slots or self.cache.stats().requests:
             raise WrongAnswerError("something is left after a reset")
 
-    def _check_that_all_can_be_had(self) -> None:
-        """All blocks and slots, at the end."""
+    def _check_that_all_can_be_allocated(self) -> None:
+        """Check at the end that all blocks and slots can be allocated."""
         self.cache.check_invariants()
         store, stats = self.cache._store, self.cache.stats()
         num_blocks, num_slots = store.kv_blocks.pool_size - 1, store.slots.max_slots
@@ -676,11 +674,11 @@ class Conversation:
 class _User:
     """A user who talks to the model."""
 
-    salt: Any  # of all prompts
-    system: Tokens  # what the conversations begin with
+    salt: Any  # salt of all prompts
+    system: Tokens  # beginning of the conversations
     history: Tokens = ()
     prompts: list[Tokens] = field(default_factory=list)
-    turns: list[Tokens] = field(default_factory=list)  # where the conversation stood
+    turns: list[Tokens] = field(default_factory=list)  # conversation after each prompt and answer
 
     def took(self, prompt: Tokens, answer: Tokens) -> None:
         self.history = prompt + answer
@@ -703,7 +701,7 @@ def _is_clamping(subject: str) -> bool:
 def _model(subject: str) -> Any:
     if subject not in _models:
         model = make_model(family_of(subject)).double().requires_grad_(False)
-        model.set_experts_implementation("eager")  # the default knows no float64
+        model.set_experts_implementation("eager")  # the default does not support float64
         for parameter in model.parameters():
             if subject != family_of(subject) and parameter.dim() > 1:
                 parameter.mul_(LARGE)
@@ -712,7 +710,7 @@ def _model(subject: str) -> Any:
 
 
 def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any) -> Any:
-    """A cache of just so many slots and blocks, whose sizes are measured once."""
+    """A cache with exactly these numbers of slots and blocks; their sizes are measured once."""
     size = settings["block_size_tokens"]
     if (subject, size) not in _bytes:
         measured = make_cache(model, block_size_tokens=size, segment_tokens=size)
@@ -727,7 +725,7 @@ def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any
 
 
 def _shared(one: Tokens, other: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
+    """The length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -34,7 +34,7 @@ SECRET = b"the secret of the cache"
 
 
 def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None, **changes):
-    """The facts of one of any number of entries."""
+    """The facts of the entry with this number."""
     size = STATE_BYTES if kind is EntryKind.STATE else KV_BYTES
     key = {
         "identity": identity.digest,
@@ -53,7 +53,7 @@ def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None,
 
 
 def name_of(number, chunk=None):
-    """The name in a store of an entry's header, or of one of its chunks."""
+    """The key in a store of an entry's header, or of one of its chunks."""
     return f"{facts_of(number).key}{'' if chunk is None else f'/{chunk}'}"
 
 
@@ -63,14 +63,14 @@ def payload_of(number, kind=EntryKind.STATE):
 
 
 def buffer_for(facts, *, offset=0):
-    """Bytes of ones, at a page's begin or some bytes beyond."""
+    """A buffer of 0xff bytes, ``offset`` bytes after a page's start."""
     whole = memoryview(mmap.mmap(-1, facts.payload_bytes + offset))
     whole[:] = b"\xff" * len(whole)
     return whole[offset:]
 
 
 def capacity_for(states, blocks=0):
-    """Bytes that hold so many entries of each kind."""
+    """Bytes for these numbers of entries of each kind."""
     return states * file_bytes(STATE_BYTES) + blocks * file_bytes(KV_BYTES)
 
 
@@ -85,31 +85,31 @@ def open_tier(
 
 
 def file_of(path, number=1, kind=EntryKind.STATE, *, identity=IDENTITY, **changes):
-    """The file of an entry below the path of a disk cache."""
+    """The file of an entry in a disk cache's folder."""
     return folder_of(path, identity) / entry_name(
         facts_of(number, kind, identity=identity, **changes).key
     )
 
 
 def entry_files(folder):
-    """The files of all entries in a folder, in the order of their names."""
+    """The files of all entries in a folder, sorted by name."""
     return sorted(file for file in folder.iterdir() if file.name not in {"lock", "identity.json"})
 
 
 def turn_bits(file, at):
-    """Turn a bit of one byte of a file."""
+    """Flip a bit of one byte of a file."""
     change_file(file, at, bytes([file.read_bytes()[at] ^ 0x10]))
 
 
 def change_file(file, at, data):
-    """Write bytes over those of a file."""
+    """Overwrite bytes of a file."""
     content = bytearray(file.read_bytes())
     content[at : at + len(data)] = data
     file.write_bytes(content)
 
 
 class Answer:
-    """Stands for ``done``: remembers what it was called with, and lets a test wait for it."""
+    """A ``done`` callback that records its calls, and lets a test wait for one."""
 
     def __init__(self):
         self.calls = []
@@ -120,21 +120,21 @@ class Answer:
         self._came.set()
 
     def get(self):
-        """What it was called with, once."""
+        """Wait for the only call; return its argument."""
         assert self._came.wait(60), "done was never called"
         assert len(self.calls) == 1
         return self.calls[0]
 
 
 def put(tier, number, kind=EntryKind.STATE, **changes):
-    """Offer an entry and wait for the answer; False if it was not taken."""
+    """Put an entry and wait for the answer; False if the call was refused."""
     answer = Answer()
     taken = tier.put(facts_of(number, kind, **changes), payload_of(number, kind), answer)
     return answer.get() if taken else False
 
 
 def load(tier, number, kind=EntryKind.STATE, *, offset=0, **changes):
-    """Load an entry; its bytes, why it is refused, or False if the call was not taken."""
+    """Load an entry; return its bytes, the refusal, or False if the call was refused."""
     expected, answer = facts_of(number, kind, **changes), Answer()
     into = buffer_for(expected, offset=offset)
     if not tier.load(expected, into, answer):
@@ -144,7 +144,7 @@ def load(tier, number, kind=EntryKind.STATE, *, offset=0, **changes):
 
 
 class Gate:
-    """Keeps calls of a method, when they have done their work, until it is opened."""
+    """Blocks calls of a method after their work until the gate is opened."""
 
     def __init__(self, monkeypatch, owner, name, matches=lambda *_: True):
         call, self._opened = getattr(owner, name), threading.Event()
@@ -162,7 +162,7 @@ class Gate:
         monkeypatch.setattr(owner, name, wait)
 
     def wait_for(self, count):
-        """Wait until so many calls have done their work."""
+        """Wait until ``count`` calls have done their work."""
         with self._done:
             assert self._done.wait_for(lambda: self.num_done >= count, 60)
 

@@ -1,4 +1,4 @@
-"""Workloads: requests drawn at random, as a trace would list them.
+"""Workloads: random requests in the form of a trace.
 
 ``python tests/support/drawn_traces.py agents > agents.jsonl`` writes one to replay.
 """
@@ -20,8 +20,8 @@ from mamba_cache.cli.traces import TOKENS_PER_HASH_ID, TraceRequest
 def draw_conversations(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
     """Draw a chat service's requests: conversations that grow turn by turn, and single questions.
 
-    They begin with one of a few system prompts. A user comes back after a minute or so, to four
-    conversations of ten; the others are not heard of again.
+    They begin with one of a few system prompts. A user returns after about a minute, to four of ten
+    conversations; the other conversations end.
     """
     rng = np.random.default_rng(seed)
     draw = _new_ids()
@@ -45,8 +45,8 @@ def draw_agents(
 ) -> list[TraceRequest]:
     """Draw the requests of coding agents: a few long sessions, which take turns.
 
-    All begin with one system prompt. Each turn adds what a tool has said; a session that has become
-    long goes on from a summary. Most turns follow at once, some wait for a person.
+    All begin with one system prompt. Each turn adds the output of a tool; a long session continues
+    from a summary. Most turns follow at once, some wait for a person.
     """
     rng = np.random.default_rng(seed)
     draw = _new_ids()
@@ -72,8 +72,8 @@ def draw_agents(
 def draw_documents(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
     """Draw questions about documents, some more popular than others; half of all prompts come once.
 
-    All begin with one system prompt. Which documents are popular changes as time goes on; a
-    question about one is asked at its end, or after a part of it.
+    All begin with one system prompt. The popular documents change over time. A question comes after
+    the whole document, or after a part of it.
     """
     rng = np.random.default_rng(seed)
     draw = _new_ids()
@@ -100,7 +100,7 @@ def draw_documents(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceReq
 def draw_mixed(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
     """Draw one service's requests: conversations, agents, documents and single prompts in turn.
 
-    How many of each there are changes every 500 requests.
+    Their shares change every 500 requests.
     """
     rng = np.random.default_rng(seed)
     parts = [
@@ -126,7 +126,7 @@ def draw_mixed(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest
 def draw_loop(
     num_requests: int = 4_000, *, num_prompts: int = 100, seed: int = 0
 ) -> list[TraceRequest]:
-    """Draw prompts that come again in the same order: more of them than there are slots."""
+    """Draw prompts that repeat in the same order; there are more prompts than slots."""
     draw = _new_ids()
     rng = np.random.default_rng(seed)
     prompts = [draw(int(rng.integers(4, 20))) for _ in range(num_prompts)]
@@ -134,7 +134,7 @@ def draw_loop(
 
 
 def draw_scan(num_requests: int = 4_000, *, num_hot: int = 20, seed: int = 0) -> list[TraceRequest]:
-    """Draw a few prompts that come again and again, among many that come once."""
+    """Draw a few prompts that repeat, among many that occur once."""
     draw = _new_ids()
     rng = np.random.default_rng(seed)
     hot = [draw(int(rng.integers(4, 20))) for _ in range(num_hot)]
@@ -149,9 +149,9 @@ def draw_flip(
 ) -> list[TraceRequest]:
     """Draw two classes of chats, of short and of long prompts; the long ones stop returning.
 
-    Until request ``flips_at`` both return once. From there on only the short ones do.
-    They are two classes of the adaptive policy, too: it tells apart prompts of fewer than 8 new
-    blocks and of more.
+    Until request ``flips_at`` both classes return once, later only the short chats. They are also
+    two classes of the adaptive policy, which distinguishes prompts with fewer than 8 new blocks
+    from longer ones.
     """
     draw = _new_ids()
     rng = np.random.default_rng(seed)
@@ -180,7 +180,7 @@ WORKLOADS: dict[str, Callable[..., list[TraceRequest]]] = {
     "mixed": draw_mixed,
     "scan": draw_scan,
 }
-"""What can be drawn, by name: functions of the number of requests, which has a default."""
+"""Workloads by name: functions of the number of requests, which has a default."""
 
 
 @dataclass(order=True, slots=True)
@@ -191,7 +191,7 @@ class _Turn:
 
 
 def _new_ids() -> Callable[[int], list[int]]:
-    """Return what draws hash ids that no prefix has yet."""
+    """Return a function that draws unused hash ids."""
     ids = count()
     return lambda number: list(islice(ids, number))
 
@@ -239,7 +239,7 @@ def _as_request(
 
 
 def _request_of(ids: list[int]) -> TraceRequest:
-    """Return a request of whole blocks and one token more."""
+    """Return a request of whole blocks plus one token."""
     return TraceRequest(len(ids) * TOKENS_PER_HASH_ID + 1, 1, tuple(ids))
 
 

@@ -30,11 +30,11 @@ MODEL = HybridModel(
 
 
 class ModelFailure(Exception):
-    """What a failing model raises."""
+    """Raised by a failing model."""
 
 
 class FailingModel:
-    """Raises in the steps of these numbers, after it spoilt the live states of the step."""
+    """A model that raises in steps with these numbers, after overwriting their live states."""
 
     def __init__(self, *failing_steps):
         self.config, self.dtype, self.device = MODEL.config, MODEL.dtype, MODEL.device
@@ -72,13 +72,13 @@ def make_engine(model=MODEL, *, max_wait_steps=64, drafter=NgramDrafter, **chang
 
 
 def alone(prompt, sampling):
-    """What a request generates with nobody beside it, no cache, and its prompt in one chunk."""
+    """The output of a request that runs alone, without a cache, with its prompt in one chunk."""
     engine = make_engine(max_tokens=256, enable_prefix_caching=False)
     return engine.generate([prompt], sampling)[0].tokens
 
 
 def step_checked(engine):
-    """One step, after which all bookkeeping must agree; a model that fails is let through."""
+    """Run a step, then check invariants; exceptions of a failing model are ignored."""
     try:
         return engine.step()
     finally:
@@ -86,7 +86,7 @@ def step_checked(engine):
 
 
 def run_checked(engine):
-    """Step to the end, ignoring failures of the model; return completions by request."""
+    """Step to completion, ignoring failures of the model; return completions by request."""
     done = {}
     for _ in range(5000):
         if not engine.num_requests:
@@ -102,7 +102,7 @@ def run_checked(engine):
 
 
 def run_together(engine, prompts, sampling):
-    """Submit all prompts, run them, and compare each with a run of its own."""
+    """Submit and run all prompts, and compare each with a run of the prompt alone."""
     for name, prompt in enumerate(prompts):
         engine.submit(prompt, sampling, request_id=name)
     done = run_checked(engine)

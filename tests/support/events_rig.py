@@ -1,4 +1,4 @@
-"""KV events: a cache without tensors, what its subscribers should know, and one that listens."""
+"""KV events: a cache without tensors, the expected view of its subscribers, and a subscriber."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mamba_cache.integrations.events.view import EventView
 
 BLOCK = 4
 PAUSE = threading.Event()
-"""Waited for by those who let other threads run."""
+"""Never set: a short wait for it lets other threads run."""
 
 END_SEQ = b"\xff" * 8
 
@@ -34,11 +34,11 @@ GOLDEN = bytes.fromhex(
     "64ac626c6f636b5f6861736865739107a66d656469756da3435055a967726f75705f6964780181a474797065b0416c6c"
     "426c6f636b73436c656172656400"
 )
-"""A batch of each kind of event that vLLM 0.33's own classes encode so, and decode."""
+"""A batch with each kind of event, as vLLM 0.33's classes encode and decode it."""
 
 
 class Books:
-    """Both allocators, used as an engine does, and a plain record of what they announced."""
+    """Both allocators, used like an engine does, and a plain record of their events."""
 
     def __init__(self, num_blocks: int = 24, num_slots: int = 6) -> None:
         self.block_size_tokens = BLOCK
@@ -71,7 +71,7 @@ class Books:
                 self.blocks.pop(digest)
 
     def expected(self, mode: str) -> dict[int, dict[int, tuple[int | None, list[int]]]]:
-        """What subscribers should know, straight from the definition: by group, then by hash."""
+        """The entries to announce by definition: by group, then by hash."""
         told = {}
         for digest in self.blocks:
             path = self._path(digest)
@@ -81,7 +81,7 @@ class Books:
                 told.update(dict.fromkeys(path[-1:]))
             elif digest in self.states:
                 told.update(dict.fromkeys(path))
-        # The part of a block is no block, but its state makes those before it of use.
+        # A partial block is not announced, but its state makes the blocks before it usable.
         told = [h for h in told if len(self.blocks[h][1]) == BLOCK]
         wire = {h: self._wire_hash(h) for h in told}
         entries = {h: (wire.get(self.blocks[h][0]), self.blocks[h][1]) for h in told}
@@ -91,7 +91,7 @@ class Books:
         }
 
     def _wire_hash(self, digest: bytes) -> int:
-        """What subscribers know a block by: its prefix, whatever the cache's own secret."""
+        """A block's hash in events, which depends on its prefix, not on the cache's secret."""
         before = 0
         for index, each in enumerate(self._path(digest) or []):
             data = np.array(self.blocks[each][1], "<i4").tobytes()
@@ -101,7 +101,7 @@ class Books:
         return before
 
     def _path(self, digest: bytes | None) -> list[bytes] | None:
-        """The blocks from a sequence's start to this one; None if not all are there and told."""
+        """The blocks from a sequence's start to this one; None without all blocks and tokens."""
         path: list[bytes] = []
         while digest is not None:
             if digest not in self.blocks or self.blocks[digest][1] is None:
@@ -111,7 +111,7 @@ class Books:
         return path
 
     def run(self, tokens: list[int], states: list[int], *, salt: str | None = None) -> None:
-        """Compute a sequence: match it, fill the rest, save states after some of its blocks."""
+        """Compute a sequence: match it, fill the rest, save states after some blocks."""
         kv_blocks, slots = self.kv_block_allocator, self.slot_allocator
         chain = BlockHashChain(BLOCK, hasher=self.hasher, cache_salt=salt)
         chain.append(tokens)
@@ -136,7 +136,7 @@ class Books:
         kv_blocks.release_memory_blocks(held)
 
     def load(self, rng: random.Random, num_calls: int) -> None:
-        """Do this and that: mostly sequences with common beginnings, now and then something odd."""
+        """Make random calls: mostly sequences with common prefixes, sometimes unusual calls."""
         for _ in range(num_calls):
             kind = rng.random()
             cached = [b for b in range(24) if self.kv_block_allocator.block_hashes[b] >= 0]
@@ -149,7 +149,7 @@ class Books:
                 self.run(tokens[:length], states, salt=rng.choice([None, None, None, "salt"]))
             elif kind < 0.9:
                 self.slot_allocator.invalidate_block(rng.choice(cached))
-            elif kind < 0.98:  # a parent may go before its children, who are found no more
+            elif kind < 0.98:  # a removed parent makes its children unfindable
                 self.kv_block_allocator.deregister_blocks([rng.choice(cached)])
             elif kind < 0.99:
                 self.slot_allocator.reset()
@@ -159,13 +159,13 @@ class Books:
 
 
 class Known:
-    """What a strict router knows: it refuses a block whose parent it does not know."""
+    """The view of a strict router, which rejects a block with an unknown parent."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[int, tuple[int | None, list[int]]]] = {0: {}, 1: {}}
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Take over an event, decoded."""
+        """Apply a decoded event."""
         if event["type"] == "AllBlocksCleared":
             self.groups = {0: {}, 1: {}}
         elif event["type"] == "BlockRemoved":
@@ -182,7 +182,7 @@ class Known:
 
 
 class Subscriber:
-    """Listens as routers do: asks for a replay where a number is missing, and skips what is old."""
+    """A subscriber like a router: it requests a replay after a gap, and skips old batches."""
 
     def __init__(
         self, publisher: EventPublisher, loses: Callable[[], bool] = lambda: False
@@ -201,7 +201,7 @@ class Subscriber:
         self.disconnect()
 
     def connect(self) -> None:
-        """Connect anew, with what is known."""
+        """Reconnect, keeping the known entries."""
         context = zmq.Context.instance()
         self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         self._sub.linger = self._dealer.linger = 0
@@ -214,7 +214,7 @@ class Subscriber:
         self._dealer.close()
 
     def receive(self, answer: Callable[[], object] = lambda: None) -> bool:
-        """Take over what has arrived; return whether anything had."""
+        """Apply all received batches; return whether there were any."""
         is_any = False
         while self._sub.poll(2):
             _, seq, payload = self._sub.recv_multipart()
@@ -252,9 +252,9 @@ class Subscriber:
 
 @contextmanager
 def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[EventPublisher]:
-    """A publisher without a thread: the test has it step when it wants.
+    """A publisher without a thread: the test calls its steps.
 
-    Each step sends a batch, be it an empty one.
+    Each step sends a batch, which may be empty.
     """
     publisher = EventPublisher(
         "tcp://127.0.0.1:*",
@@ -264,19 +264,19 @@ def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[Eve
     )
     publisher._begin(EventView(block_size, publisher.mode))
     try:
-        with mock.patch.object(publishing, "_POLL_SECONDS", 0.001):  # no thread waits in between
+        with mock.patch.object(publishing, "_POLL_SECONDS", 0.001):  # no wait between steps
             yield publisher
     finally:
         publisher.close()
 
 
 def observe(books: Books, publisher: EventPublisher) -> None:
-    """Let the publisher hear of the books, as ``watch`` does, without starting its thread."""
+    """Add the publisher as a listener, as ``watch`` does, without starting its thread."""
     books.listeners.add(publisher._take, Stored, Removed)
 
 
 def catch_up(publisher: EventPublisher, subscriber: Subscriber) -> None:
-    """Step until the subscriber knows of the newest batch; a connection takes a moment."""
+    """Step until the subscriber has the newest batch; connecting takes a moment."""
     publisher._step()
     newest = publisher._next_seq - 1
     for _ in range(1000):

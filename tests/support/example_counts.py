@@ -1,4 +1,4 @@
-"""How many examples a test draws, where the profile's number is not right for it."""
+"""The number of examples of tests for which the profile's number does not fit."""
 
 from hypothesis import settings
 
@@ -7,14 +7,14 @@ _LONG = settings.get_profile("long").max_examples
 _FEW = 10
 
 NIGHTLY = _ALL > _LONG
-"""Whether the profile asks for as many examples as there is time for."""
+"""Whether the profile runs as many examples as time allows."""
 
 
 def examples(count: int) -> settings:
-    """Draw ``count`` examples in the profile ``long``, and its share of them in the others.
+    """Draw ``count`` examples in the profile ``long``, and a proportional number in others.
 
-    The nightly profile draws at least as many as of all other tests. One that asks for very few
-    gets them.
+    The nightly profile draws at least its usual number of examples. A profile with very few
+    examples draws at most its usual number.
     """
     if _ALL <= _FEW:
         return settings(max_examples=min(count, _ALL))

@@ -1,4 +1,4 @@
-"""Contexts that are interrupted in the middle of a call, and what is expected of them then."""
+"""Contexts whose calls are interrupted by an exception, and checks of their state afterwards."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,14 +36,14 @@ NUM_DRAFTS = 2
 
 
 class Placement:
-    """Megatron's, as an object whose method can be replaced."""
+    """Megatron's placement, as an object whose method can be replaced."""
 
     def positions(self, facts):
         return MegatronPlacement().positions(facts)
 
 
 def make_busy(**changes):
-    """Small pools with something in every state: cached, decoding, between chunks, preempted."""
+    """A context with small pools: cached prefixes, and decoding, prefilling, preempted requests."""
     config = make_config(num_kv_blocks=13, max_slots=4, max_tokens=64, **changes)
     context = make_context(config, placement=Placement(), slot_policy=LastUsedPolicy())
     for filler in range(3):
@@ -60,7 +60,7 @@ def make_busy(**changes):
 
 
 def begin(context):
-    """Begins the step of all; returns the tokens that end it."""
+    """Begin and compute a step of all requests; return the tokens to commit."""
     step = context.begin_step()
     logits = MODEL.forward(step.metadata, context)
     pairs = zip(step.requests, logits, strict=True)
@@ -68,7 +68,7 @@ def begin(context):
 
 
 def begin_with_drafts(context):
-    """Begins the step of all, where only the device will know which drafts are right."""
+    """Begin and compute a step whose drafts are verified on the device only."""
     drafts = torch.full((4, NUM_DRAFTS), OTHER[2 * BLOCK - 1])
     step = context.begin_step(drafts=drafts)
     logits = MODEL.forward(step.metadata, context)
@@ -82,7 +82,7 @@ def commit_on_device(context):
 
 @dataclass
 class Call:
-    """A call to break off, given what the calls before it returned."""
+    """A call to interrupt, with the result of the calls before it."""
 
     run: Callable
     before: Callable = lambda context: None
@@ -104,7 +104,7 @@ def begin_all(context):
 
 
 def fork(context):
-    """Of a request whose last token completes a block; one fork has another token there."""
+    """Fork a request whose last token completes a block; one fork has another last token."""
     [token] = context.output("decoding")
     context.fork("decoding", FORKS, last_tokens=[token, (token + 1) % 13])
 
@@ -159,10 +159,9 @@ class Outcome(Enum):
 
 
 class Survey:
-    """Injects an error into a call again and again, and proves what comes of it.
+    """Injects an error at each moment of a call, and checks the state afterwards.
 
-    It is compared with the states that have been driven to the end before, so that only new ones
-    are.
+    Only a new state is driven to the end; an equal state was checked before.
     """
 
     def __init__(self, call, injector):
@@ -176,7 +175,7 @@ class Survey:
         self.proved.setdefault(frozen(context), Outcome.DONE)
 
     def inject(self, index):
-        """Raises the injector's error at one moment of the call; all must be well afterwards."""
+        """Raise the injector's error at one moment of the call; check the state afterwards."""
         context, given = self._prepare()
         injected = self.injector(context, index)
         try:
@@ -211,7 +210,7 @@ class Survey:
 
 
 def check_healing(context):
-    """A poisoned context refuses everything but reset, which makes it what a new one is."""
+    """A poisoned context refuses all calls except reset, which restores a new context's state."""
     for call in (
         context.begin_step,
         lambda: context.commit_step({}),
@@ -229,24 +228,24 @@ def check_healing(context):
 
 
 def drive_to_the_end(context):
-    """Brings every request on, whatever its state; all answers are those of uncached runs."""
+    """Run every request to its end from any state; answers must equal uncached runs."""
     prompts = {
-        **dict.fromkeys(FORKS, OTHER[: 2 * BLOCK - 1]),  # first: they have the others' rows
+        **dict.fromkeys(FORKS, OTHER[: 2 * BLOCK - 1]),  # first: they hold rows that others need
         "new": [*SHARED, 1, 2],
         "preempted": OTHER,
         "prefilling": BRANCH,
         "decoding": OTHER[: 2 * BLOCK - 1],
     }
-    with suppress(StepOrderError):  # there may be none in flight
+    with suppress(StepOrderError):  # no step may be in flight
         context.abort_step()
-    with suppress(StepOrderError):  # nor one uncollected
+    with suppress(StepOrderError):  # no step may be uncollected
         context.collect_step()
     for request_id, prompt in prompts.items():
         for _ in range(6):
             try:
                 status = context.status(request_id)
             except UnknownRequestError:
-                break  # it was not added yet, or was finished
+                break  # not added yet, or finished
             if status is RequestStatus.PREEMPTED:
                 context.resume_request(request_id)
             elif status is RequestStatus.PREFILLING:
@@ -264,5 +263,5 @@ def drive_to_the_end(context):
 
 
 def check_tokens(prompt, tokens):
-    wanted = [int(UNCACHED.logits(tuple(prompt), i).argmax()) for i in range(len(tokens))]
-    assert tokens == wanted, f"{tokens} where an uncached run gives {wanted}"
+    expected = [int(UNCACHED.logits(tuple(prompt), i).argmax()) for i in range(len(tokens))]
+    assert tokens == expected, f"{tokens}, but an uncached run gives {expected}"

@@ -1,4 +1,4 @@
-"""A store that fails in every way that stores were seen to fail: for tests."""
+"""A store for tests, with every kind of failure observed in real stores."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ __all__ = ["FaultyStore", "Trouble"]
 
 
 class Trouble(str, Enum):
-    """What goes wrong with a call, or with one key of it."""
+    """A failure of a call, or of one key in a call."""
 
     FAIL = "fail"
-    """A key gets a ``StoreFault``."""
+    """The call returns a ``StoreFault`` for the key."""
 
     DROP = "drop"
-    """A put says stored and stores nothing. A remove says gone and removes nothing."""
+    """A put reports success and stores nothing. A remove reports success and removes nothing."""
 
     LOSE = "lose"
-    """A blob is removed right after it was stored: evicted, or its holder died."""
+    """A blob is removed right after it was stored, as by an eviction or its holder's death."""
 
     FLIP = "flip"
-    """A bit of what was read is another one."""
+    """A bit of the read blob is flipped."""
 
     TRUNCATE = "truncate"
-    """Half of the blob comes back, and its size is said to be half."""
+    """Half of the blob is returned, with half of the size."""
 
     ZERO = "zero"
-    """The second half of what was read is zero, and its size is right."""
+    """The second half of the read blob is zero; the size is right."""
 
     SWAP = "swap"
-    """What was read is the blob of another key that was read before."""
+    """The read blob is that of another key read before."""
 
     TEAR = "tear"
-    """Half of the buffer is written, and the answer is ``TRANSFER_FAILED``."""
+    """Half of the buffer is written; the result is ``TRANSFER_FAILED``."""
 
     DELAY = "delay"
-    """The whole call takes some time more."""
+    """The whole call takes more time."""
 
     RAISE = "raise"
-    """The whole call raises ``OSError``, which no store may."""
+    """The whole call raises ``OSError``, which stores must not do."""
 
     HANG = "hang"
-    """The whole call waits for ``release``, and then goes on."""
+    """The whole call waits for ``release``, then goes on."""
 
 
 _OF_CALLS = (Trouble.DELAY, Trouble.RAISE, Trouble.HANG)
@@ -85,9 +85,9 @@ class _Rule:
 
 
 class FaultyStore:
-    """A ``BlobStore`` in front of another, with troubles that a test asks for.
+    """A ``BlobStore`` in front of another one, with troubles that a test injects.
 
-    ``injected`` counts how often each was met, by call and trouble: ``("put_many", Trouble.DROP)``.
+    ``injected`` counts troubles by call and trouble, such as ``("put_many", Trouble.DROP)``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FaultyStore:
     ) -> None:
         self.name = store.name
         self.injected: Counter[tuple[str, Trouble]] = Counter()
-        self.num_hanging = 0  # calls that hang now
+        self.num_hanging = 0  # hanging calls now
         self._store = store
         self._random = random.Random(seed)
         self._sleep = sleep
@@ -115,10 +115,10 @@ class FaultyStore:
         seconds: float = 0.0,
         matches: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """Let a call meet a trouble from now on. Of several, the first that is drawn happens.
+        """Inject a trouble into a call from now on. Of several ones the first one drawn happens.
 
-        The probability is of each key, or of each call where the whole call is met; ``matches``
-        says of a key whether it is met; ``times`` is how often at most.
+        ``probability`` is for each key, or for each call if the trouble concerns the whole call.
+        ``matches`` selects keys; ``times`` is the maximum number of injections.
         """
         assert trouble in _TROUBLES[call]
         with self._lock:
@@ -127,27 +127,27 @@ class FaultyStore:
             )
 
     def heal(self) -> None:
-        """Forget all troubles, and release what hangs."""
+        """Remove all troubles, and release hanging calls."""
         with self._lock:
             self._rules.clear()
         self.release()
 
     def release(self) -> None:
-        """Let calls that hang go on; later ones hang again."""
+        """Let hanging calls go on; later calls hang again."""
         with self._lock:
             released, self._released = self._released, threading.Event()
         released.set()
 
     def register(self, memory: memoryview) -> StoreFault | None:
-        """Pass it on."""
+        """Forward the call."""
         return self._store.register(memory)
 
     def unregister(self, memory: memoryview) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self._store.unregister(memory)
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Pass it on, with what was asked for."""
+        """Forward the call, with the injected troubles."""
         check_keys(keys)
         self._meet_call("exists_many")
         rules = self._meet_keys("exists_many", keys)
@@ -157,7 +157,7 @@ class FaultyStore:
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
-        """Pass it on, with what was asked for."""
+        """Forward the call, with the injected troubles."""
         check_blobs(keys, buffers, writable=False)
         self._meet_call("put_many")
         rules = self._meet_keys("put_many", keys)
@@ -174,7 +174,7 @@ class FaultyStore:
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
-        """Pass it on, with what was asked for."""
+        """Forward the call, with the injected troubles."""
         check_blobs(keys, buffers, writable=True)
         self._meet_call("get_many_into")
         rules = self._meet_keys("get_many_into", keys)
@@ -191,7 +191,7 @@ class FaultyStore:
         return answers
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Pass it on, with what was asked for."""
+        """Forward the call, with the injected troubles."""
         check_keys(keys)
         self._meet_call("remove")
         rules = self._meet_keys("remove", keys)
@@ -203,18 +203,18 @@ class FaultyStore:
         ]
 
     def health(self) -> StoreHealth:
-        """Pass it on, with what was asked for."""
+        """Forward the call, with the injected troubles."""
         self._meet_call("health")
         rule = self._meet_keys("health", ["health"])[0]
         return StoreHealth(rule.fault, "injected") if rule else self._store.health()
 
     def close(self) -> None:
-        """Release what hangs, and pass it on."""
+        """Release hanging calls, and forward the call."""
         self.release()
         self._store.close()
 
     def _meet_call(self, call: str) -> None:
-        with self._lock:  # who heals from now on releases this call, too
+        with self._lock:  # any later ``heal`` releases this call, too
             released, rule = self._released, self._draw(call, None)
         if rule is None:
             return
@@ -233,7 +233,7 @@ class FaultyStore:
         return [self._draw(call, key) for key in keys]
 
     def _draw(self, call: str, key: str | None) -> _Rule | None:
-        """Draw the trouble of a key, or of a whole call."""
+        """Draw the trouble of a key or of a whole call."""
         with self._lock:
             for rule in self._rules:
                 if (

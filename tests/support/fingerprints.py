@@ -1,4 +1,4 @@
-"""All that an object remembers, and a digest of what decides what a context or slots do next."""
+"""The whole memory of an object, and a digest of the bookkeeping of a context or of slots."""
 
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -12,11 +12,11 @@ from mamba_cache.context import DynamicInferenceContext
 
 
 def fingerprint(thing):
-    """Digests the bookkeeping of a context or of slots; equal calls give equal digests.
+    """Digest the bookkeeping of a context or of slots; equal calls give equal digests.
 
-    No address, time or order of a dict decides it.
+    The digest does not depend on addresses, times or the order of dicts.
     """
-    if "parts" in vars(thing):  # ranks, which stand alike
+    if "parts" in vars(thing):  # ranks, which must be equal
         found = {fingerprint(part) for part in thing.parts}
         assert len(found) == 1, f"{len(found)} states of bookkeeping among {len(thing.parts)} ranks"
         return found.pop()
@@ -53,7 +53,7 @@ def parts_of_context(context):
     for active in table:
         table.take_over(active)
         hashes, end = active.hashes, active.num_known
-        # The last hash names all blocks before; without prefix caching the last tokens must do.
+        # The last hash names all blocks before; without prefix caching use the last tokens.
         start = max(len(hashes) * size, end - size)
         due = len(active.chunk.token_ids) if active.chunk else 0
         row = active.row
@@ -68,9 +68,9 @@ def parts_of_context(context):
 
 _SKIPPED = (
     *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
-    # What was answered last, kept for the next time it is asked; a tensor's array among it.
+    # Memoised answers of the last call, such as a tensor's array.
     *("_group", "_named", "_made", "_last_read"),
-    # Plans of copies, made anew for other live states.
+    # Plans of copies, rebuilt for other live states.
     *("_live_storage", "_live_to_slots", "_slots_to_live", "_live_to_live", "_kv_to_kv"),
 )
 
@@ -78,7 +78,7 @@ _PLAIN = {int, float, str, bytes}
 
 
 def frozen(thing, seen=None):
-    """All that an object of the package remembers, as one value that compares with ``==``."""
+    """The whole memory of a package's object, as one value that compares with ``==``."""
     seen = {} if seen is None else seen
     if thing is None or isinstance(thing, (int, float, str, bytes, Enum, type)):
         return thing

@@ -6,10 +6,10 @@ from pathlib import Path
 _PAIR = json.loads((Path(__file__).parents[1] / "data" / "collision.json").read_text("utf-8"))
 
 FORGED: list[int] = _PAIR["first"]
-"""What an attacker sends."""
+"""The block that an attacker sends."""
 
 PUBLIC: list[int] = _PAIR["second"]
-"""A block that other clients send, such as a system prompt."""
+"""The block that other clients send, such as a system prompt."""
 
 BLOCK = len(PUBLIC)
 VOCABULARY = 50_000

@@ -1,4 +1,4 @@
-"""Examples of state machines that are all drawn anew."""
+"""State machines whose examples are all drawn independently."""
 
 from unittest import mock
 
@@ -6,16 +6,16 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 
 def only_drawn():
-    """A time in which examples are not made from each other.
+    """Turn off Hypothesis's mutation of earlier examples in the ``with`` block.
 
-    Hypothesis makes most of a machine's examples by repeating parts of one, which finds what takes
-    equal values, and tries the rest that much less. A failure is made smaller as ever.
+    Hypothesis creates most examples of a machine by repeating parts of an example. This finds
+    failures that need equal values, but others less often. Failures are shrunk as usual.
     """
     return mock.patch.object(ConjectureRunner, "generate_mutations_from")
 
 
 def all_drawn(test_case):
-    """A machine's ``TestCase`` whose examples are all drawn anew."""
+    """A machine's ``TestCase`` whose examples are all drawn independently."""
 
     class Drawn(test_case):
         def runTest(self):

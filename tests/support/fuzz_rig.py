@@ -1,4 +1,4 @@
-"""What a caller can get wrong, and every public call with one set of arguments that it accepts."""
+"""Wrong arguments, and every public call with one set of valid arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ JUNK = [
 
 @dataclass(frozen=True)
 class Target:
-    """A call that works."""
+    """A call with valid arguments."""
 
     make: Callable
     call: Callable
@@ -76,7 +76,7 @@ class Target:
 
 
 def busy_context():
-    """A request in each status, cached prefixes, and the step not begun."""
+    """A context with a request in each status and cached prefixes, before a step."""
     context = make_context(make_config(max_tokens=60, num_kv_blocks=40, max_slots=6))
     generate(context, PROMPT, 1)
     add(context, "preempted", PROMPT)
@@ -96,7 +96,7 @@ def context_in_step():
 
 
 def kinds_in_step():
-    """A step whose layers are asked for their states, of kinds that have names."""
+    """A context in a step whose layers hand over states by named kinds."""
     context = make_context(model=MIXED, placement=EveryNthBlock(1))
     add(context, "scheduled", PROMPT)
     context.begin_step()
@@ -104,7 +104,7 @@ def kinds_in_step():
 
 
 def handed_over(context):
-    """What a layer of Gated DeltaNet hands over."""
+    """Arguments with the states that a layer of Gated DeltaNet hands over."""
     metadata = context._require_step().metadata
     conv, recurrent = (shape for _, shape, _ in context.live_states.spec.kinds[0].tensors)
     tokens, chunks = metadata.num_prefill_tokens, metadata.num_chunks
@@ -118,7 +118,7 @@ def handed_over(context):
 
 
 def kv_pool():
-    """Used, cached and free blocks; one sequence branches."""
+    """A pool with used, cached and free blocks; one sequence branches."""
     pool = KVBlockAllocator(12)
     cache(pool, 1, 2, 3)
     cache(pool, 7)
@@ -146,7 +146,7 @@ def request_of(context, call, **fields):
 
 
 def methods(prefix, make, **calls):
-    """Methods whose arguments do not depend on the object: their arguments, by name."""
+    """Targets for methods whose arguments do not depend on the object, by name."""
     return {
         f"{prefix}.{name}": Target(
             make,
@@ -158,7 +158,7 @@ def methods(prefix, make, **calls):
 
 
 def plain(function, **arguments):
-    """A function or a class."""
+    """A target for a function or a class."""
     return Target(lambda: None, lambda _, **given: function(**given), lambda _: dict(arguments))
 
 
@@ -310,7 +310,7 @@ TARGETS = {
 
 
 def state_of(thing):
-    """What a target remembers; plain tensors beside it count too."""
+    """The whole memory of a target, including its plain tensors."""
     if isinstance(thing, SimpleNamespace):
         return tuple(frozen(tensor) for tensor in thing.tensors)
     return frozen(thing)

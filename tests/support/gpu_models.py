@@ -1,4 +1,4 @@
-"""Hybrid models of transformers on a GPU, of the sizes that kernels there take."""
+"""Hybrid models of transformers on a GPU, with sizes that GPU kernels accept."""
 
 import pytest
 import torch
@@ -45,11 +45,11 @@ FAMILIES = {
     "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_chunk_size": BLOCK, **_SSD},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }  # fmt: skip
-"""Settings by what transformers calls the model, and perhaps a remark."""
+"""Settings by transformers' name of the model, sometimes with a remark."""
 
 
 def make_model(family: str, dtype: torch.dtype = torch.bfloat16):
-    """A model with the same random weights whenever it is made; skips what is not known."""
+    """A model with fixed random weights; skip the test if transformers lacks the model."""
     model_type = family.partition(" ")[0]
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {model_type}: needs the extra transformers")

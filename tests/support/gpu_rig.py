@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Helpers shared by tests on a GPU."""
 
 import ctypes
 import warnings
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 
 BUSY_CYCLES = 200_000_000
-"""For ``torch.cuda._sleep``: about a tenth of a second."""
+"""Cycles for ``torch.cuda._sleep``: about a tenth of a second."""
 
 
 @contextmanager
 def held_stream() -> Iterator[None]:
-    """What is enqueued on the current stream inside is begun when the block is left."""
+    """Hold back work enqueued on the current stream until the end of the ``with`` block."""
     flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     driver, stream = ctypes.CDLL("libcuda.so.1"), torch.cuda.current_stream().cuda_stream
     wait = driver.cuStreamWaitValue32_v2
@@ -24,15 +24,15 @@ def held_stream() -> Iterator[None]:
         yield
     finally:
         flag[0] = 1
-        assert driver.cuStreamSynchronize(stream) == 0  # by then nothing reads the flag
+        assert driver.cuStreamSynchronize(stream) == 0  # after it nothing reads the flag
 
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Any wait for the device that PyTorch knows of raises inside."""
+    """Make every wait for the device that PyTorch detects raise in the ``with`` block."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        # PyTorch says that the mode does not know of every wait yet.
+        # PyTorch warns that the mode does not detect every wait yet.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -42,7 +42,7 @@ def waiting_raises() -> Iterator[None]:
 
 
 def random_bits_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a tensor with random bits, NaNs of every payload among them."""
+    """Fill a tensor with random bits, which include NaNs of every payload."""
     tensor.unsqueeze(-1).view(torch.uint8).random_(0, 256)
     return tensor
 

@@ -1,4 +1,4 @@
-"""Errors that come from outside, at any one moment of a call."""
+"""Injection of errors from other code at any moment of a call."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from mamba_cache.errors import InvalidArgumentError
 
 
 def strike(monkeypatch, owner, name, error, call=1):
-    """The ``call``-th call of ``owner.name`` raises once its work is done."""
+    """Make the ``call``-th call of ``owner.name`` raise after its work."""
     work, calls = getattr(owner, name), []
 
     def struck(*args, **kwargs):
@@ -21,10 +21,10 @@ def strike(monkeypatch, owner, name, error, call=1):
 
 
 class Injector:
-    """Raises its error at one moment of a call, and counts the moments: calls of some functions."""
+    """Raises its error at one moment of a call. A moment is a call of one of ``functions``."""
 
     error: type[BaseException] = OSError
-    is_late = False  # whether the function has done its work by then
+    is_late = False  # whether to raise after the function's work
 
     def __init__(self, context, index):
         self.context, self.index = context, index
@@ -32,7 +32,7 @@ class Injector:
         self.where = ""
 
     def functions(self):
-        """Yields (owner, name of one of its functions)."""
+        """Yield (owner, name of one of its functions)."""
         raise NotImplementedError
 
     def __enter__(self):
@@ -63,7 +63,7 @@ class Injector:
 
 
 class OutOfMemory(Injector):
-    """A moment is each call of a function that makes an array or a tensor."""
+    """Moments are the calls of functions that allocate an array or a tensor."""
 
     error = torch.OutOfMemoryError
 
@@ -78,7 +78,7 @@ class OutOfMemory(Injector):
 
 
 class Broken(Injector):
-    """A moment is each launch, and each call of what an embedder can bring along."""
+    """Moments are the launches, and the calls of an embedder's callbacks."""
 
     error = OSError
 
@@ -94,7 +94,7 @@ class Broken(Injector):
 
 
 class Refused(Injector):
-    """A moment is each call of an allocator, which refuses it with an error of the package."""
+    """Moments are the calls of an allocator, which raises an error of the package."""
 
     error = InvalidArgumentError
 
@@ -111,7 +111,7 @@ class Refused(Injector):
 
 
 class Interrupted(Refused):
-    """A moment is the end of each call of an allocator, and of one that changes the table."""
+    """Moments are the ends of calls that change an allocator or the table."""
 
     error = KeyboardInterrupt
     is_late = True

@@ -1,4 +1,4 @@
-"""What the commands in ``tests/`` printed, in the form that docs/benchmarks keeps."""
+"""Reports of the commands in ``tests/``, in the format of docs/benchmarks."""
 
 import json
 import os
@@ -13,7 +13,7 @@ def add_json_option(parser):
 
 
 def keep(path, columns, rows, *, packages=("torch",), **more):
-    """Write the rows of a table."""
+    """Write the rows of a table as a report."""
     if path is None:
         return
     report = {

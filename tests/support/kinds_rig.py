@@ -1,8 +1,8 @@
 """Tiny models with the states of every kind, computed token by token.
 
-They give equal bits however steps are cut. Sizes are odd, and each tensor has a dtype of its own:
-what a layer keeps is rounded to it after every token. What the layers compute is made up: the
-formulas of real ones run in the tests of transformers' models.
+Their bits do not depend on how steps are cut. Sizes are odd, and each tensor has its own dtype, to
+which the state is rounded after every token. The layers' formulas are invented; real formulas run
+in the tests of transformers' models.
 """
 
 import math
@@ -17,7 +17,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def apply(weight, x):
-    """A projection whose sums have one order, whatever stands in the same step."""
+    """Project with a fixed order of sums, independent of the rest of the step."""
     return (weight * x).sum(-1)
 
 
@@ -26,7 +26,7 @@ def normalized(x):
 
 
 class Drawn:
-    """Random float64 weights, the same on every device."""
+    """A source of random float64 weights, the same on every device."""
 
     def __init__(self, seed, device):
         self._generator = torch.Generator().manual_seed(seed)
@@ -38,9 +38,9 @@ class Drawn:
 
 
 class Recurrence:
-    """A layer that keeps the tensors of a kind: of windows the newest inputs, of others a sum.
+    """A layer with a kind's tensors: windows hold the newest inputs, other tensors a decayed sum.
 
-    Each tensor is advanced by what comes of the one before, so that all of them show in the output.
+    Each tensor's input is the output of the tensor before, so that all tensors affect the output.
     """
 
     tensors, windows = (), ()
@@ -131,7 +131,7 @@ KINDS = {"G": GatedDelta, "K": KimiDelta, "R": RWKV7, "C": ShortConv, "M": Mamba
 
 
 class KindsModel:
-    """A language model of layers named by letters; it is its own ``config``."""
+    """A language model with a letter for each layer; it is also its own ``config``."""
 
     vocab_size, ssm_chunk_size = VOCAB, CHUNK
     dtype = F64
@@ -160,7 +160,7 @@ class KindsModel:
         return KVCacheSpec(self.num_attention, 1, KEY_DIM, F64)
 
     def forward(self, metadata, caches):
-        """Computes one step of a context, layer by layer and token by token."""
+        """Compute one step of a context, layer by layer and token by token."""
         bounds = metadata.query_start_loc.tolist()
         hidden = self.embedding[metadata.token_ids[: metadata.num_tokens]]
         for layer, place in zip(self.layers, self.places, strict=True):
@@ -231,9 +231,9 @@ class KindsModel:
         return outputs
 
     def answer(self, prompt, num_tokens):
-        """What follows a prompt, with nothing of the package.
+        """Answer a prompt without the package.
 
-        Returns the likeliest tokens, the logits of each, and the states after each token computed.
+        Return the likeliest tokens, the logits of each, and the states after each computed token.
         """
         states = {
             tensor.name: torch.zeros(
@@ -254,7 +254,7 @@ class KindsModel:
         return tokens[len(prompt) :], logits, history
 
     def _alone(self, layer, place, x, states, seen):
-        """One layer over one token of a sequence that has this layer to itself."""
+        """Compute one layer for one token of a single sequence."""
         if isinstance(layer, Attention):
             query, key, value = layer.project(x)
             seen[place].append((key, value))

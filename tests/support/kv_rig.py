@@ -1,4 +1,4 @@
-"""A small KV pool and prefixes with one block a token."""
+"""A small KV pool, and prefixes with one token per block."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def prefix(*tokens: int) -> BlockHashes:
 
 
 def by_id(*hash_ids: int) -> BlockHashes:
-    """Hashes with these ids, as digests that collide have them."""
+    """Hashes with these ids, which may be equal as for colliding digests."""
     return BlockHashes([hash_id.to_bytes(8, "little") + b"a digest" for hash_id in hash_ids])
 
 
@@ -24,7 +24,7 @@ def snapshot(pool: KVBlockAllocator) -> tuple:
 
 
 def cache(pool: KVBlockAllocator, *tokens: int) -> list[int]:
-    """Fill blocks with a sequence, as a request that finished would."""
+    """Fill blocks with a sequence, like a finished request."""
     block_ids = pool.allocate_memory_blocks(len(tokens))
     pool.register_kv_block_hashes(block_ids, prefix(*tokens))
     pool.release_memory_blocks(block_ids)

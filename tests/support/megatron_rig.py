@@ -1,4 +1,4 @@
-"""Real inference contexts of Megatron Core, from its wheels, on a CUDA device or without one."""
+"""Real inference contexts of Megatron Core from its wheels, with or without a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 WHEELS = "MEGATRON_WHEELS"
-"""The environment variable that names a folder with wheels of megatron-core."""
+"""Environment variable with the path of a folder with wheels of megatron-core."""
 
 BLOCK = 128
 """Tokens of a KV block, and of an SSM chunk."""
@@ -34,7 +34,7 @@ STATE_BYTES = LAYERS.count("M") * (24 * 2 + 30 * 4)
 
 
 def find_wheels() -> dict[str, Path]:
-    """Finds the wheels by version; none where the variable is not set, or Python is too old."""
+    """Return the wheels by version; empty if the variable is not set or Python is too old."""
     folder = os.environ.get(WHEELS)
     if not folder or sys.version_info < (3, 11):
         return {}
@@ -46,7 +46,7 @@ def find_wheels() -> dict[str, Path]:
 
 @contextmanager
 def megatron_core(wheel: Path, folder: Path) -> Iterator[SimpleNamespace]:
-    """Imports a wheel's Megatron Core in the place of any other, and forgets it afterwards."""
+    """Import Megatron Core from a wheel instead of any other, and unload it afterwards."""
     unpacked = folder / wheel.name.split("-")[1]
     if not unpacked.exists():
         with zipfile.ZipFile(wheel) as archive:
@@ -58,7 +58,7 @@ def megatron_core(wheel: Path, folder: Path) -> Iterator[SimpleNamespace]:
     importlib.invalidate_caches()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it would need for training
+            warnings.simplefilter("ignore")  # about missing training dependencies
             parts = _parts()
         yield parts
     finally:
@@ -67,13 +67,13 @@ def megatron_core(wheel: Path, folder: Path) -> Iterator[SimpleNamespace]:
 
 
 def forget() -> None:
-    """Forgets every module of Megatron."""
+    """Unload every module of Megatron."""
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         del sys.modules[name]
 
 
 def _parts() -> SimpleNamespace:
-    """Imports what the tests use of it."""
+    """Import the modules of Megatron Core that the tests use."""
     inference = "megatron.core.inference."
     modules = {
         name: importlib.import_module(inference + path)
@@ -93,7 +93,7 @@ def _parts() -> SimpleNamespace:
 
 
 class _HostFactories(TorchFunctionMode):
-    """Has tensors that are asked for on a CUDA device, or pinned, made on the host."""
+    """Creates tensors for CUDA devices, and pinned tensors, in plain host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -112,7 +112,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _HostStream:
-    """A stream or event of a device whose work is done when it has been asked for."""
+    """A stream or event whose work is done at once."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -125,7 +125,7 @@ class _HostStream:
 
 @contextmanager
 def host_for_cuda() -> Iterator[None]:
-    """Answers by the host what Megatron's contexts ask of CUDA."""
+    """Replace the CUDA functions that Megatron's contexts call by host functions."""
     answers: dict[str, Any] = {
         "current_device": lambda: "cpu",
         "current_stream": _HostStream,
@@ -143,7 +143,7 @@ def host_for_cuda() -> Iterator[None]:
 
 
 class ToyMamba:
-    """Layers whose states depend on every token, computed on the host one token after the other."""
+    """Layers whose states depend on every token, computed on the host token by token."""
 
     def __init__(self, generator: torch.Generator) -> None:
         num_layers = LAYERS.count("M")
@@ -153,20 +153,20 @@ class ToyMamba:
         self._known: dict[tuple[int, ...], bytes] = {}
 
     def ssm(self, state: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Returns the SSM state, [layers, *SSM], after some more tokens."""
+        """Return the SSM state, [layers, *SSM], after further tokens."""
         values = state.cpu().numpy()
         for token in tokens:
             values = values * self.decay + self.weight * np.float32(token)
         return torch.from_numpy(values)
 
     def conv(self, state: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Returns the conv state, [layers, *CONV], after some more tokens."""
+        """Return the conv state, [layers, *CONV], after further tokens."""
         new = [self.channels * np.float32(token) for token in tokens[-CONV[1] :]]
         window = torch.from_numpy(np.stack(new, axis=-1)).to(state.dtype)
         return torch.cat([state.cpu(), window], dim=-1)[..., -CONV[1] :]
 
     def after(self, tokens: Sequence[int]) -> bytes:
-        """Returns the bits of the state after a prompt that nothing was cached of."""
+        """Return the digest of the state after a prompt without a cache."""
         key = tuple(tokens)
         if key not in self._known:
             ssm = torch.from_numpy(np.zeros_like(self.decay))
@@ -176,7 +176,7 @@ class ToyMamba:
 
 
 def bits(conv: torch.Tensor, ssm: torch.Tensor) -> bytes:
-    """Returns a digest of a state's bits, conv [layers, *CONV] and SSM [layers, *SSM]."""
+    """Return a digest of a state's bits, conv [layers, *CONV] and SSM [layers, *SSM]."""
     digest = hashlib.sha256()
     for part in (conv, ssm):
         digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -184,7 +184,7 @@ def bits(conv: torch.Tensor, ssm: torch.Tensor) -> bytes:
 
 
 class Server:
-    """Drives a real context through the steps of Megatron's engine, with a toy for a model."""
+    """Drives a real context through the steps of Megatron's engine, with a toy model."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Server:
         self._num_requests = 0
 
     def request(self, tokens: Sequence[int]) -> Any:
-        """Makes a request of Megatron's, as its engine does."""
+        """Create a request of Megatron, as its engine does."""
         self._num_requests += 1
         request = self.parts.requests.DynamicInferenceRequest(
             request_id=self._num_requests,
@@ -227,11 +227,11 @@ class Server:
         return str(self.context.token_to_input_ids.device)
 
     def add(self, tokens: Sequence[int], *, chunk: int | None = None) -> int:
-        """Adds a request, or its first chunk; returns how many tokens it skips."""
+        """Add a request or its first chunk; return the number of skipped tokens."""
         return self._add(SimpleNamespace(request=self.request(tokens), tokens=list(tokens)), chunk)
 
     def go_on(self, *, chunk: int | None = None) -> int:
-        """Adds the next chunk of the request that was last added."""
+        """Add the next chunk of the request added last."""
         return self._add(self.running.pop(), chunk)
 
     def _add(self, one: SimpleNamespace, chunk: int | None) -> int:
@@ -250,12 +250,12 @@ class Server:
         return skipped
 
     def forward_begins(self) -> None:
-        """Has the context get ready for the model: live states are restored."""
+        """Prepare the context for the model's forward, which restores live states."""
         self.context.prefix_cache_lru_clock += 1
         self.context.initialize_attention_state()
 
     def forward_goes_on(self) -> None:
-        """Runs the model."""
+        """Run the model."""
         context = self.context
         tokens = context.current_input_and_position_ids()[0][0].tolist()
         num_decodes = context.batch_dimensions.decode_req_count
@@ -264,7 +264,7 @@ class Server:
             self._prefill(tokens[num_decodes:])
 
     def step(self) -> None:
-        """Does a whole step, and checks the live and the saved states after it."""
+        """Run a whole step, and check live and saved states after it."""
         self.forward_begins()
         self.forward_goes_on()
         self.check_live_states()
@@ -272,13 +272,13 @@ class Server:
         self.check_saved_states()
 
     def serve(self, tokens: Sequence[int]) -> None:
-        """Serves one request that ends with its first token."""
+        """Serve a request that ends with its first token."""
         self.add(tokens)
         self.step()
         self.finish(0)
 
     def finish(self, *which: int) -> None:
-        """Samples a token for each request, and ends those at these places in the batch."""
+        """Sample a token for each request, and end the requests at these places in the batch."""
         going = [0 if place in which else 1 for place in range(len(self.running))]
         sampled = [100 + place for place in range(len(self.running))]
         device = self._token_device
@@ -294,7 +294,7 @@ class Server:
         self.running = [left[request_id] for request_id in ids if request_id >= 0]
         if self.context.chunked_prefill_request_id >= 0:
             chunked = left[self.context.chunked_prefill_request_id]
-            if chunked not in self.running:  # its row is taken back until the next chunk
+            if chunked not in self.running:  # it has no row until the next chunk
                 self.running.append(chunked)
 
     def _decode(self, tokens: Sequence[int]) -> None:
@@ -304,7 +304,7 @@ class Server:
             self._advance(row, [token])
 
     def _advance(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Computes tokens into a live state; returns its SSM states."""
+        """Advance a live state by tokens; return its SSM states."""
         conv, ssm = self.context.mamba_conv_states, self.context.mamba_ssm_states
         if tokens:
             conv[:, row] = self.model.conv(conv[:, row], tokens).to(conv.device)
@@ -312,7 +312,7 @@ class Server:
         return ssm[:, row].clone()
 
     def _prefill(self, tokens: Sequence[int]) -> None:
-        """Computes chunk by chunk, as the metadata says, and hands over as the mixer does."""
+        """Compute the metadata's chunks one by one, and hand over states like the mixer."""
         context, meta = self.context, self.context.mamba_metadata
         bounds, of_chunk = meta.cu_chunk_seqlens.tolist(), meta.seq_idx_for_varlen.tolist()
         rows = meta.batch_indices_prefill.tolist()
@@ -325,7 +325,7 @@ class Server:
         self._hand_over(torch.stack(raw, dim=1), tokens)
 
     def _hand_over(self, raw: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Writes states into the scratch, layer by layer, as ``mamba_mixer`` does."""
+        """Write states to the scratch, layer by layer, like ``mamba_mixer``."""
         meta = self.context.mamba_metadata
         count = len(meta.intermediate_chunk_indices)
         if hasattr(meta, "intermediate_real_count"):  # 0.19 writes no padding
@@ -343,18 +343,18 @@ class Server:
             self.slots.intermediate_conv_out[layer][:count].copy_(conv[layer])
 
     def live_state(self, place: int) -> bytes:
-        """Returns the bits of the live state of the request at a place in the batch."""
+        """Return the digest of the live state of the request at a place in the batch."""
         table = self.context.mamba_metadata.request_to_mamba_state_idx
         row = int(table[self.context.paused_request_count + place])
         return bits(self.context.mamba_conv_states[:, row], self.context.mamba_ssm_states[:, row])
 
     def check_live_states(self) -> None:
-        """Compares live states with those of the same tokens without a cache."""
+        """Compare live states with states of the same tokens without a cache."""
         for place, one in enumerate(self.running):
             assert self.live_state(place) == self.model.after(one.computed), f"request {place}"
 
     def check_saved_states(self) -> None:
-        """Compares every state that can be found with the one that its hash promises."""
+        """Compare every findable state with the state of its hash's prefix."""
         for hash_id, block in self.slots.hash_to_block_id.items():
             slot = self.slots.get_slot(block)
             saved = bits(self.slots.conv_states[:, slot], self.slots.ssm_states[:, slot])
@@ -366,14 +366,14 @@ class Server:
 
 @dataclass
 class Steps:
-    """What some steps gave: tokens skipped by each request, and states found after each step."""
+    """Results of steps: skipped tokens by request, and findable states after each step."""
 
     skipped: list[int] = field(default_factory=list)
     found: list[set[int]] = field(default_factory=list)
 
 
 def megatron_steps(server: Server, prompts: Sequence[int]) -> Steps:
-    """Serves six requests: prefills, decodes, hits inside and at the end of prompts, releases."""
+    """Serve six requests: prefills, decodes, hits inside and at the end of prompts, releases."""
     steps = Steps()
     system, short = list(prompts[: 3 * BLOCK]), list(prompts[3 * BLOCK : 5 * BLOCK])
     rest = list(prompts[5 * BLOCK :])
@@ -385,7 +385,7 @@ def megatron_steps(server: Server, prompts: Sequence[int]) -> Steps:
 
     step(system + rest[:40], short)
     server.finish()
-    step()  # both decode
+    step()  # both requests decode
     server.finish(0, 1)
     step(system + rest[: 2 * BLOCK + 17], short + rest[:50], short, rest[-BLOCK:])
     server.finish(0)
@@ -395,7 +395,7 @@ def megatron_steps(server: Server, prompts: Sequence[int]) -> Steps:
 
 
 def random_tokens(generator: torch.Generator, count: int) -> list[int]:
-    """Draws tokens that no two prompts share by chance."""
+    """Draw tokens from a range so large that prompts share none by chance."""
     return torch.randint(1, 2**20, (count,), generator=generator).tolist()
 
 
@@ -407,12 +407,12 @@ def make_context(
     max_requests: int = 4,
     chunked: bool = False,
 ) -> Any:
-    """Makes a real context with room for so many KV blocks and slots."""
+    """Create a real context with these numbers of KV blocks and slots."""
     model = parts.transformer.TransformerConfig(
         num_layers=len(LAYERS), hidden_size=16, num_attention_heads=2, params_dtype=torch.float32
     )
     kv_block_bytes = 2 * LAYERS.count("*") * BLOCK * model.hidden_size * 4
-    scratch = min(16, 3 * max_requests)  # the budget covers it too
+    scratch = min(16, 3 * max_requests)  # also part of the budget
     gib = 2**30
     config = parts.config.InferenceConfig(
         block_size_tokens=BLOCK,

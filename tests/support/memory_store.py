@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, and to see what another store costs."""
+"""A store in this process's memory, for tests and as a baseline for other stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MemoryStore", "check_blobs", "check_keys"]
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Check that a tier keeps its word about keys: printable ASCII, each once in a call."""
+    """Check a tier's contract for keys: printable ASCII, each once in a call."""
     assert not isinstance(keys, str)
     for key in keys:
         assert isinstance(key, str)
@@ -23,7 +23,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
-    """Check that a tier keeps its word about keys and buffers."""
+    """Check a tier's contract for keys and buffers."""
     check_keys(keys)
     assert len(buffers) == len(keys)
     for buffer in buffers:
@@ -34,7 +34,7 @@ def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable:
 
 
 class MemoryStore(BlobStore):
-    """A ``BlobStore`` that no other process sees, and that is never full."""
+    """A ``BlobStore`` private to this process, and never full."""
 
     name = "memory"
 
@@ -44,7 +44,7 @@ class MemoryStore(BlobStore):
         self._lock = threading.Lock()
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Say of each key whether it is there."""
+        """Return None for each stored key, a fault for others."""
         check_keys(keys)
         with self._lock:
             return [self._fault_of(key) for key in keys]
@@ -66,7 +66,7 @@ class MemoryStore(BlobStore):
             return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Forget blobs."""
+        """Remove blobs."""
         check_keys(keys)
         with self._lock:
             if self._is_closed:
@@ -76,12 +76,12 @@ class MemoryStore(BlobStore):
             return [None] * len(keys)
 
     def health(self) -> StoreHealth:
-        """Say how much it holds."""
+        """Report the number of blobs."""
         fault = StoreFault.CLOSED if self._is_closed else None
         return StoreHealth(fault, f"{len(self._blobs)} blobs")
 
     def close(self) -> None:
-        """Forget everything."""
+        """Remove all blobs."""
         with self._lock:
             self._is_closed = True
             self._blobs.clear()

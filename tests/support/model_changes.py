@@ -1,4 +1,4 @@
-"""Kinds of change of a model: each a generator that changes it, yields, and changes it back."""
+"""Kinds of change of a model: generators that change the model, yield, and undo the change."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NOTICED = "noticed"
 """The call raises ModelChangedError."""
 
 KEYED = "keyed"
-"""The call finds no prefix of before, and those again once the change is undone."""
+"""The call finds no earlier prefix; after the undo earlier prefixes are found again."""
 
 BYPASSED = "bypassed"
-"""The call neither uses the cache nor fills it; prefixes of before are found when it is undone."""
+"""The call bypasses the cache; earlier prefixes are found after the undo."""
 
 REFUSED = "refused"
 """The call raises InvalidArgumentError."""
 
 HARMLESS = "harmless"
-"""Results are the same, and so are the prefixes."""
+"""The results are the same, and earlier prefixes are found."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def noise(tensor, scale=0.05):
 
 
 class Kept:
-    """The bits of a tensor, to be written back."""
+    """A copy of a tensor's bits, to restore them."""
 
     def __init__(self, *tensors):
         self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
 
     def restore(self):
-        with torch.inference_mode():  # inference tensors can be written in no other
+        with torch.inference_mode():  # inference tensors can only be written in this mode
             for tensor, copy in zip(self.tensors, self.copies, strict=True):
                 tensor.copy_(copy)
 
@@ -104,7 +104,7 @@ def _head_weight(model):
 
 
 def _write(name, write, find=_projection_weight, **others):
-    """A tensor is written, and its bits are written back."""
+    """Add a kind that writes a tensor, then restores its bits."""
 
     @kind(name, NOTICED, **others)
     def change(model):
@@ -116,7 +116,7 @@ def _write(name, write, find=_projection_weight, **others):
 
 
 def _put(name, outcome, find, attribute, value, **others):
-    """An attribute is given what ``value`` makes of the old one, and the old one afterwards."""
+    """Add a kind that replaces an attribute by ``value(old)``, then restores the old one."""
 
     @kind(name, outcome, **others)
     def change(model):
@@ -125,7 +125,7 @@ def _put(name, outcome, find, attribute, value, **others):
         setattr(owner, attribute, value(before))
         yield
         setattr(owner, attribute, before)
-        if not is_own and attribute in vars(owner):  # a method, which the class has
+        if not is_own and attribute in vars(owner):  # a method of the class
             delattr(owner, attribute)
 
 
@@ -159,7 +159,7 @@ def _switch(name, read, write, value, **others):
         write(value)
         try:
             yield
-        finally:  # or later tests had it, too
+        finally:  # also after a failure: later tests need the old value
             write(before)
 
 
@@ -230,7 +230,7 @@ def _prune(model):
 
 
 class Int8Linear(nn.Module):
-    """Weights in int8 with a scale for each row, as quantisers put in a linear layer's place."""
+    """A linear layer with int8 weights and a scale for each row, like those of quantisers."""
 
     def __init__(self, linear):
         super().__init__()
@@ -364,7 +364,7 @@ _do("the model in training mode", REFUSED, nn.Module.train, nn.Module.eval, matt
 _do("requires_grad and gradients", HARMLESS, _require_no_grad, _require_grad, matters=False)
 
 
-# Code: hooks, forwards that are replaced, compilation.
+# Code: hooks, replaced forwards, compilation.
 
 
 def _doubled(function):
@@ -426,7 +426,7 @@ def function_replaced(model):
     namespace["eager_attention_forward"] = original
 
 
-# What holds for the whole process.
+# Settings of the whole process.
 
 _within("autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16))
 _within("autocast to float16", lambda: torch.autocast("cpu", torch.float16))

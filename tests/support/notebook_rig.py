@@ -1,7 +1,7 @@
-"""A prefix cache over a disk, as a notebook has one: ``python notebook_rig.py PATH FAMILY``.
+"""A prefix cache over a disk, as in a notebook: ``python notebook_rig.py PATH FAMILY``.
 
-The program asks the same prompts each time, and prints one JSON object: answers, and the prompts'
-tokens that were not computed.
+The program runs the same prompts each time, and prints one JSON object: answers, and skipped
+tokens of the prompts.
 """
 
 import json
@@ -12,7 +12,7 @@ from transformers_rig import BLOCK, GREEDY, VOCABULARY, make_cache, make_model
 
 LENGTHS = (83, 120, 64, 41)
 REUSABLE = tuple((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-"""Tokens of each prompt that are not computed again."""
+"""Skipped tokens of each prompt."""
 
 
 def prompts():
@@ -27,7 +27,7 @@ def open_cache(path, model, **settings):
 
 
 def ask(cache, some):
-    """Answers to prompts, and the tokens that were skipped."""
+    """Answers to prompts, and the skipped tokens."""
     before = cache.stats().skipped_tokens
     answers = [
         cache.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY).sequences[0].tolist()

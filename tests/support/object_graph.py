@@ -1,4 +1,4 @@
-"""What can be reached from an object: the tensors and arrays that it keeps alive."""
+"""Objects reachable from an object: the tensors and arrays that it keeps alive."""
 
 import gc
 import types
@@ -10,7 +10,7 @@ _ATOMS = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, fl
 
 
 def reachable(root):
-    """Every object that ``root`` refers to, by whatever way, but for classes and modules."""
+    """Every object reachable from ``root``, except classes and modules."""
     seen, pending = {}, [root]
     while pending:
         found = pending.pop()

@@ -1,4 +1,4 @@
-"""Requests, caches and the metadata of single steps: the model's tests need no context."""
+"""Requests, caches and metadata of single steps, so that tests of the model need no context."""
 
 from dataclasses import dataclass, field
 
@@ -20,12 +20,12 @@ class Sequence:
     blocks: list[int]
     num_computed: int = 0
     filled_blocks: int = 0
-    """Leading blocks that are shared and filled already, which nothing may write."""
+    """Leading blocks that are shared and already filled, which must not be written."""
 
 
 @dataclass
 class Work:
-    """What one step computes of a sequence, and the slots that it saves at which positions."""
+    """The tokens of a sequence in one step, and the slots to save to by position."""
 
     sequence: Sequence
     num_tokens: int
@@ -33,7 +33,7 @@ class Work:
 
 
 class PlainCaches:
-    """The tensors of a context, poisoned, without its bookkeeping."""
+    """The poisoned tensors of a context, without its bookkeeping."""
 
     def __init__(self, config, dtype, *, num_blocks, block_size, num_rows, num_slots=0):
         self.block_size = block_size
@@ -60,7 +60,7 @@ class PlainCaches:
 
 
 def run_step(model, caches, decodes, prefills):
-    """Compute one step and advance its sequences; returns the logits, decodes first."""
+    """Compute one step and advance its sequences; return the logits, decodes first."""
     metadata = build_metadata(model.config, caches, decodes, prefills)
     logits = model.forward(metadata, caches)
     for work in [*decodes, *prefills]:
@@ -69,7 +69,7 @@ def run_step(model, caches, decodes, prefills):
 
 
 def build_metadata(config: HybridModelConfig, caches, decodes, prefills, *, padding=3):
-    """Metadata of one step with room for ``padding`` more requests, tokens and checkpoints."""
+    """Metadata of one step, padded by ``padding`` requests, tokens and checkpoints."""
     works = [*decodes, *prefills]
     num_rows = max(work.sequence.row for work in works) + 1 + padding
     width = max(len(work.sequence.blocks) for work in works) + 1
@@ -107,9 +107,9 @@ def _piece(work, block_size):
 
 
 def ssd_naive(inputs, initial_state):
-    """Scan one sequence, token by token and head by head: slow, and easy to believe.
+    """Scan one sequence, token by token and head by head: slow and obviously right.
 
-    Returns the outputs and the state after every token.
+    Return the outputs and the state after every token.
     """
     x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
     num_tokens, heads, _ = x.shape

@@ -1,4 +1,4 @@
-"""What the pages of the documentation show: their blocks, and their text on one line."""
+"""The documentation's pages: their code blocks, and their text on one line."""
 
 import re
 
@@ -8,7 +8,7 @@ DOCS = ROOT / "docs"
 
 
 def names_of_pages() -> list[str]:
-    """The pages that are written by hand, relative to ``docs``."""
+    """The handwritten pages, relative to ``docs``."""
     paths = (path.relative_to(DOCS) for path in sorted(DOCS.rglob("*.md")))
     made = {"_build", "api", "results", "tables"}
     return [path.as_posix() for path in paths if not made & set(path.parts)]
@@ -27,5 +27,5 @@ def python_blocks(page: str) -> list[str]:
 
 
 def text_of(page: str) -> str:
-    """A page on one line, so that a sentence is found wherever it is broken."""
+    """A page on one line, to search for sentences across line breaks."""
     return " ".join((DOCS / page).read_text(encoding="utf-8").split())

@@ -1,6 +1,6 @@
-"""A machine of several ranks in one process, each with tiers in which other things happen.
+"""A state machine of several ranks in one process, whose tiers behave differently.
 
-It holds them to equal fingerprints and results, and to the answers of runs without a cache.
+Ranks must have equal fingerprints and results, and the answers of uncached runs.
 """
 
 import torch
@@ -16,11 +16,10 @@ from mamba_cache.context import PrefetchState
 
 
 class RanksMachine(DiskMachine):
-    """Ranks over host tiers and disks of other sizes, which fail, are late and are damaged alone.
+    """Ranks with host tiers and disks of different sizes, each with its own faults and delays.
 
-    After every call they have equal fingerprints, and have returned the same. Each one's answers
-    are those of a run without a cache, but of requests whose bytes were damaged on one of them,
-    which are given up on all.
+    After every call the ranks' fingerprints and results are equal. Each rank's answers equal those
+    of an uncached run. A request with damaged bytes on one rank is preempted on all ranks.
     """
 
     num_ranks = 2
@@ -32,7 +31,7 @@ class RanksMachine(DiskMachine):
 
     @property
     def bad_headers(self):
-        """Of the rank that tiers' rules look at."""
+        """Damaged headers of the rank in focus."""
         return self._bad_headers.setdefault(self.context.focus, set())
 
     @bad_headers.setter
@@ -59,7 +58,7 @@ class RanksMachine(DiskMachine):
         return Ranks(parts, exchange)
 
     def on_each_rank(self):
-        """The rules of tiers look at one rank after the other, and then at the one they did."""
+        """Focus on each rank in turn, then on the rank before."""
         before = self.context.focus
         for rank in range(self.num_ranks):
             self.context.focus = rank
@@ -68,13 +67,13 @@ class RanksMachine(DiskMachine):
 
     @rule(rank=st.integers(0, 2))
     def look_at(self, rank):
-        """What happens to tiers from now on happens to those of this rank."""
+        """Apply the tiers' rules to this rank from now on."""
         self.context.focus = rank % self.num_ranks
 
     @precondition(lambda self: self.copies)
     @rule(paces=st.lists(st.sampled_from([0, 1, 9]), min_size=3, max_size=3))
     def devices_get_on(self, paces):
-        """Each as far as it likes."""
+        """Run each rank's copies up to its own number."""
         for rank in self.on_each_rank():
             self.copies.run(paces[rank])
 
@@ -84,7 +83,7 @@ class RanksMachine(DiskMachine):
         ]
 
     def step(self, decode_ids):
-        """Of rank 0 as ever; of the others here, before the step's requests have got on."""
+        """Run a step; also compare the other ranks' logits, before the commit."""
         commit = self.context.commit_step
 
         def commit_and_compare(tokens):
@@ -104,7 +103,7 @@ class RanksMachine(DiskMachine):
     @precondition(lambda self: self.copies)
     @rule(number=st.integers(0, 20), rank=st.integers(0, 2))
     def cancel_prefetch(self, number, rank):
-        """One rank gives it up; the others hear of it when it is over on all."""
+        """Cancel a prefetch on one rank; the others see the end when it ends on all ranks."""
         if self.prefetches:
             handles = self.context.of_first[id(self.prefetches[number % len(self.prefetches)])]
             handles[rank % self.num_ranks].cancel()
@@ -150,7 +149,7 @@ class RanksMachine(DiskMachine):
         row=st.integers(0, 30),
     )
     def trouble_on_one_rank(self, prompts, how, row):
-        """What all have in host memory one of them cannot load."""
+        """Make one rank fail to load an entry that all ranks have in host memory."""
         self.ask_all(prompts, 9)
         self.all_get_on()
         self.context.kv_block_allocator.deregister_blocks(self.unused_blocks())
@@ -197,7 +196,7 @@ class RanksMachine(DiskMachine):
 
     @invariant()
     def each_copy_below_has_its_row(self):
-        """On each rank."""
+        """Check each rank."""
         if not hasattr(self, "context") or not self.copies:
             return
         prefetches = self.prefetches

@@ -1,4 +1,4 @@
-"""Several ranks in one process: the same calls to a context of each, and what they agree by."""
+"""Several ranks in one process: the same calls to each context, and their agreement."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from mamba_cache.errors import MambaCacheError
 
 
 class Exchange:
-    """What ranks in threads of one process agree by, and how often they did."""
+    """The agreement of ranks in threads of one process, with a count of its rounds."""
 
     def __init__(self, num_ranks):
         self.num_ranks, self.num_rounds = num_ranks, 0
@@ -23,7 +23,7 @@ class Exchange:
         self._given, self._num_ended = [], 0
 
     def end_call(self):
-        """One of the ranks is back from its call, and will give nothing more."""
+        """Record that a rank's call ended, so it exchanges nothing more."""
         with self._changed:
             self._num_ended += 1
             self._changed.notify_all()
@@ -45,10 +45,10 @@ class Exchange:
 
 
 class Ranks:
-    """The contexts of all ranks, or one part of each: what is called is called on all alike.
+    """The contexts of all ranks, or one part of each; a call goes to all of them.
 
-    Those calls in which ranks may agree run in a thread for each rank. Results must be equal, and
-    so must errors. What is not called is that of rank 0; what belongs to tiers, of rank ``focus``.
+    Calls with an agreement run in a thread for each rank. Results must be equal, and errors too.
+    Other attributes are rank 0's; attributes of tiers are those of rank ``focus``.
     """
 
     _OWN = ("_tiering", "host_tier", "disk_tier")
@@ -60,7 +60,7 @@ class Ranks:
     def __init__(self, parts, exchange, threads=()):
         self.parts, self.exchange, self.focus = parts, exchange, 0
         self.threads = threads or [ThreadPoolExecutor(1) for _ in parts]
-        self.of_first = {}  # what rank 0 has returned -> what all have
+        self.of_first = {}  # id of rank 0's result -> results of all ranks
         self.steps = ()
 
     def __getattr__(self, name):
@@ -86,7 +86,7 @@ class Ranks:
         return results[0]
 
     def run(self, calls, *, in_threads=True):
-        """Runs a call for each rank; what they return, or the error that all of them raise."""
+        """Run a call for each rank; return the results, or raise the error that all ranks raise."""
         self.exchange.begin_call()
         if in_threads:
             pairs = zip(self.threads, calls, strict=True)
@@ -112,14 +112,14 @@ class Ranks:
             self.exchange.end_call()
 
     def _of(self, rank, argument):
-        """What a rank is given: its own of what has a state."""
+        """The argument for a rank; arguments with a state have a copy for each rank."""
         if id(argument) in self.of_first:
             return self.of_first[id(argument)][rank]
         return type(argument)() if hasattr(argument, "choose") else argument
 
 
 class RankedModel:
-    """The whole reference model on each rank; what the logits of each must be, it does not say."""
+    """The whole reference model on each rank; returns rank 0's logits, unchecked."""
 
     config = MODEL.config
 

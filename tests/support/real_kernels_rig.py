@@ -1,4 +1,4 @@
-"""``examples/real_kernels.py`` with kernels of any origin, beside the reference model."""
+"""``examples/real_kernels.py`` with any kernels, compared with the reference model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = HybridModelConfig(layer_pattern="M*M", ssm_chunk_size=BLOCK, hidden_size
 
 
 def make_context(model: HybridModel, block: int) -> DynamicInferenceContext:
-    """Makes the memory for ``off_the_reference``."""
+    """Create a context for ``off_the_reference``."""
     config = CacheConfig(
         block_size_tokens=block,
         ssm_chunk_size=block,
@@ -37,11 +37,11 @@ def off_the_reference(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> float:
-    """How far logits and live states are from the reference model's, over steps of all kinds.
+    """Largest difference of logits and live states from the reference model, over varied steps.
 
-    Both models take the same steps: a prompt alone; then, beside its decoding, three prompts packed
-    into a step, of which one resumes from a state that was saved inside the first prompt, one from
-    that at its end, and one is new and is cut into two chunks; then all decode.
+    Both models run the same steps: a single prompt; then its decoding with three more prompts, of
+    which one resumes from a state inside the first prompt, one from the state at its end, and one
+    is new and is cut into two chunks; then all decode.
     """
     block = shape.ssm_chunk_size
     models = [HybridModel(shape, dtype=dtype, device=device) for _ in range(2)]
@@ -72,7 +72,7 @@ def off_the_reference(
             logits.append(model.forward(step.metadata, context))
             rows = step.metadata.state_rows[: step.metadata.num_requests].long()
             states += [context.live_states[name][:, rows] for name in ("conv", "ssm")]
-            tokens = logits[0].argmax(dim=1).tolist()  # the same ones for both
+            tokens = logits[0].argmax(dim=1).tolist()  # the same tokens for both models
             parts = zip(step.requests, tokens, strict=True)
             context.commit_step({part.request_id: token for part, token in parts if part.samples})
             context.check_invariants()
@@ -81,4 +81,4 @@ def off_the_reference(
     assert skipped == {"first": 0, "inside": 3 * block, "end": 4 * block, "new": 0}
     slots = [context.slot_allocator.states.tensors for context in contexts]
     found += [(slots[1][name] - slots[0][name]).abs().max().item() for name in slots[0]]
-    return torch.tensor(found).max().item()  # NaN if one is
+    return torch.tensor(found).max().item()  # NaN if any is

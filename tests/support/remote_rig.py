@@ -1,4 +1,4 @@
-"""A store tier of small chunks over a store in memory, with a clock that the test turns."""
+"""A store tier with small chunks over a store in memory, and a manual clock."""
 
 import itertools
 import threading
@@ -14,23 +14,23 @@ from mamba_cache.tiers.entry import EntryKind, EntryMacs
 from mamba_cache.tiers.lower import LowerTier
 
 CHUNK_BYTES = 2048
-"""A state of the disk rig has five chunks, the last one shorter; a KV block two."""
+"""A state of the disk rig has five chunks, the last one shorter; a KV block has two."""
 
 PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
 
 PATIENCE = 60.0
-"""Seconds after which something counts as hung."""
+"""Seconds after which a call counts as hung."""
 
 
 def let_see(tier):
-    """Let a store tier see that a clock was turned."""
+    """Wake a store tier's threads after a change of the clock."""
     with tier._lock:
         tier._call_began.notify()
         tier._work_queued.notify_all()
 
 
 class Bench:
-    """A tier, what it stands on, and calls that wait for their end."""
+    """A tier with its store, and calls that wait for their end."""
 
     def __init__(self, monkeypatch=None, *, store=None, secret=SECRET, **options):
         self.clock = ManualClock()
@@ -49,21 +49,21 @@ class Bench:
         self.end()
 
     def put(self, number, kind=EntryKind.STATE, **changes):
-        """Offer an entry and wait for the answer; False if it was not taken."""
+        """Put an entry and wait for the answer; False if the call was refused."""
         return disk_rig.put(self.tier, number, kind, **changes)
 
     def load(self, number, kind=EntryKind.STATE, **changes):
-        """Load an entry; its bytes, why it is refused, or False if the call was not taken."""
+        """Load an entry; return its bytes, the refusal, or False if the call was refused."""
         return disk_rig.load(self.tier, number, kind, **changes)
 
     def begin_load(self, number):
-        """Begin to load an entry; return its answer, which is to come."""
+        """Begin to load an entry; return its future answer."""
         facts, answer = facts_of(number), Answer()
         assert self.tier.load(facts, buffer_for(facts), answer)
         return answer
 
     def ask(self, *numbers, kind=EntryKind.STATE):
-        """Whether the store has entries; None if the question was not taken."""
+        """Whether the store has entries; None if the call was refused."""
         answer, keys = Answer(), [facts_of(number, kind).key for number in numbers]
         if not self.tier.ask(keys, answer):
             return None
@@ -74,21 +74,21 @@ class Bench:
         assert self.tier.flush(PATIENCE), "the tier did not end what it was given"
 
     def turn(self, seconds):
-        """Turn the clock, and let the tier see it."""
+        """Advance the clock, and wake the tier's threads."""
         self.clock.now += seconds
         let_see(self.tier)
 
     def recover(self):
-        """Wait until a store that was left alone is asked again, and answers."""
+        """Wait until a suspended store is asked again and answers."""
         self.turn(5.1)
         wait_until(lambda: self.tier.is_healthy)
 
     def names(self):
-        """What the store has, in order."""
+        """Keys in the store, in order of storing."""
         return list(self.memory._blobs)
 
     def check(self):
-        """Nothing is leaked and nothing hangs."""
+        """Check that nothing is leaked and nothing hangs."""
         self.end()
         self.tier.check_invariants()
         stats = self.tier.stats()
@@ -97,7 +97,7 @@ class Bench:
 
 
 def wait_until(condition):
-    """Wait for what another thread does."""
+    """Wait for a condition that another thread fulfils."""
     for _ in itertools.takewhile(lambda _: not condition(), range(int(PATIENCE / 0.002))):
         PAUSE.wait(0.002)
     assert condition()

@@ -1,8 +1,8 @@
 """An engine over a disk or a store, and a program that runs one: ``restart_rig.py WHERE SEED ...``.
 
-WHERE is a path, or the URL of a store. The program prints one JSON object: of each prompt its
-answer and the tokens that it skipped. Over a store it goes on until its standard input ends, for
-what it gave to the store goes with it.
+WHERE is a path or the URL of a store. The program prints one JSON object: the answer and the
+skipped tokens of each prompt. With a store it runs until its standard input ends, because memory
+that it gave to the store is lost at its end.
 """
 
 import json
@@ -18,17 +18,17 @@ from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
 
 NUM_TOKENS = 6
-PROMPT_TOKENS = 163  # 20 blocks of 8 tokens, and three
+PROMPT_TOKENS = 163  # 20 blocks of 8 tokens, and 3 tokens
 
 
 def prompts(seed, count=6):
-    """Prompts that share nothing."""
+    """Prompts without common prefixes."""
     rng = np.random.default_rng(seed)
     return rng.integers(1, MODEL.config.vocab_size, (count, PROMPT_TOKENS)).tolist()
 
 
 def slow_prefill():
-    """A planner for which any load is quicker than computing, however quick the test's model."""
+    """A planner that assumes very slow computing, so that every entry is loaded."""
     return LoadPlanner(Rates(tokens_per_second=1e-3), learns=False)
 
 

@@ -7,18 +7,18 @@ two = load_example("two_replicas")
 KINDS = {"vllm-router": two.VllmRouter, "dynamo": two.DynamoRouter}
 
 LOAD = two.Load(conversations=40, turns=3, question_tokens=80, pause_seconds=0.1)
-"""Prompts evict states of others; in the pause the router hears of it, even on a busy machine."""
+"""Prompts evict states of others; in the pause the router receives these events."""
 
 SIZES = {"num_blocks": 512, "num_slots": 128}
 TWICE = {name: 2 * size for name, size in SIZES.items()}
 
 FEW = two.Load(conversations=8, turns=3, system_prompts=2, begin_at_once=1, pause_seconds=0.1)
 FEW_SLOTS = {"num_blocks": 512, "num_slots": 4}
-"""With few slots each prompt evicts states of others."""
+"""So few slots that each prompt evicts states of others."""
 
 
 def run(kind, load, number=2, **sizes):
-    """What so many replicas behind a router of a kind answer to a load."""
+    """Answers of ``number`` replicas behind a router of this kind."""
     with two.replicas(number, **sizes) as running:
         router = kind(running)
         try:

@@ -33,7 +33,7 @@ NEW = 12
 
 def save(folder, model, template=CHATML):
     tokenizer = make_tokenizer(template)
-    # Their text is not in an answer; without them each token is one character of it.
+    # Special tokens have no text in an answer; without them each token is one character.
     model.generation_config.suppress_tokens = tokenizer.all_special_ids
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -51,7 +51,7 @@ def draw_words(generator, length):
 
 
 class ClosingServe(Serve):
-    """Closes its event loop in the end, which the library leaves to the garbage collector."""
+    """A server that closes its event loop; the library leaves this to the garbage collector."""
 
     def start_server(self):
         def run():
@@ -63,7 +63,7 @@ class ClosingServe(Serve):
 
 
 class Server:
-    """A server that runs, and clients of it."""
+    """A running server and its clients."""
 
     def __init__(self, **options):
         options = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "port": 0, **options}
@@ -88,7 +88,7 @@ class Server:
         return self.client.chat.completions.create(model=model, messages=messages, **options)
 
     def post(self, path, body):
-        """Status and body of a raw request's answer."""
+        """Status and body of the answer to a raw request."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + path, body, headers)
@@ -104,15 +104,15 @@ class Server:
             return answer.read().decode()
 
     def timed(self, folder):
-        """What the server keeps of a model, which is loaded if it is not."""
+        """The server's record of a model, which is loaded first if necessary."""
         manager, name = self.serve._model_manager, f"{folder}@main"
         manager.load_model_and_processor(name)
         return manager.loaded_models[name]
 
     def served(self, folder):
-        """What this package keeps of a model."""
+        """This package's record of a model."""
         return installing._installed[-1].find(self.timed(folder).model)
 
     def check(self, folder):
-        """The books of a model's cache, once what ran has ended."""
+        """Check invariants of a model's cache after its requests have ended."""
         self.served(folder).cache.check_invariants()

@@ -1,7 +1,7 @@
 """Ranks that hold shards of the same states, driven by one random stream of requests.
 
-The model is a stand-in whose state advances element by element, in whole numbers that float64 holds
-exactly: what a rank computes for its heads and channels is what one process computes for them.
+The model is a stand-in whose state advances elementwise, in integers that float64 holds exactly: a
+rank computes the same numbers for its heads and channels as a single process.
 """
 
 import random
@@ -21,7 +21,7 @@ from mamba_cache.states import StateSpec
 
 LAYERS, HEADS, CHANNELS, VOCAB, MODULUS = 2, 8, 16, 50, 65521
 BLOCK, CHUNK, MAX_GENERATED = 4, 2, 8
-MODEL_AXIS = 2  # of heads and channels, in [layers, rows, heads or channels, ...]
+MODEL_AXIS = 2  # axis of heads and channels in [layers, rows, heads or channels, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ CONFIG = CacheConfig(
 
 
 def make_context(state_spec, device="cpu"):
-    """A small cache full of NaN, so that a state that nobody wrote shows."""
+    """A small cache full of NaN, so that an unwritten state shows."""
     policy = LastUsedPolicy()
     context = DynamicInferenceContext(CONFIG, state_spec, device=device, slot_policy=policy)
     for tensor in states(context).values():
@@ -86,7 +86,7 @@ class ShardModel:
         for layer, (conv_weight, ssm_weight) in enumerate(self._weights):
             conv_input = tokens[:, None] * conv_weight % MODULUS
             ssm_input = tokens[:, None, None, None] * ssm_weight % MODULUS
-            after = []  # each token
+            after = []  # state after each token
             for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
                 state = context.mamba_ssm_states[layer, row]
                 for token in range(start, end):
@@ -103,7 +103,7 @@ class ShardModel:
 
 
 class Stream:
-    """Requests drawn from a seed, one step after the other: the same calls wherever it runs."""
+    """Random requests from a seed, step by step: the same calls in every process."""
 
     def __init__(self, context, model, seed):
         self.context = context
@@ -167,7 +167,7 @@ class Stream:
 
 
 def drive(context, model, seed, num_steps):
-    """Runs a stream; the fingerprint after each step, and the states after every 50th."""
+    """Run a stream; return fingerprints after each step, and states after every 50th step."""
     stream = Stream(context, model, seed)
     fingerprints, snapshots = [], []
     for number in range(1, num_steps + 1):
@@ -181,12 +181,12 @@ def drive(context, model, seed, num_steps):
 
 
 def run_alone(seed, num_steps):
-    """The same in one process that holds everything."""
+    """Run the stream in a single process with whole states."""
     return drive(make_context(shard_spec(Shard())), ShardModel(Shard()), seed, num_steps)
 
 
 def join(rank, world_size, folder, backend):
-    """Makes this process a rank; the device that it computes on."""
+    """Make this process a rank; return its device."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device:
@@ -202,7 +202,7 @@ def join(rank, world_size, folder, backend):
 
 
 def run_shard(rank, world_size, folder, seed, num_steps, backend):
-    """One rank with its shard of the stand-in's states; what it found is left in the folder."""
+    """Run one rank with its shard of the states; save its report in the folder."""
     device, shard = join(rank, world_size, folder, backend), Shard(rank, world_size)
     assert GroupAgreement().largest([rank, -rank]) == [world_size - 1, 0]
     context = make_context(shard_spec(shard), device=device)
@@ -217,17 +217,17 @@ def run_shard(rank, world_size, folder, seed, num_steps, backend):
 
 
 def spawn(work, world_size, folder, seed, num_steps, backend):
-    """Runs ``work`` in processes of their own, each with its own hash seed; what they found."""
+    """Run ``work`` in separate processes, each with its own hash seed; return their reports."""
     arguments = (world_size, str(folder), seed, num_steps, backend)
     torch.multiprocessing.spawn(work, args=arguments, nprocs=world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
 def assert_joined(reports, snapshots):
-    """The shards of every snapshot are those of one process, side by side."""
+    """The joined shards of every snapshot must equal the states of a single process."""
     for number, snapshot in enumerate(snapshots):
         for name, whole in snapshot.items():
             shards = [report["snapshots"][number][name] for report in reports]
             joined = torch.cat(shards, dim=MODEL_AXIS).contiguous()
-            # Bits compare where NaNs do not.
+            # Compared as bits, because NaNs are not equal.
             assert torch.equal(joined.view(torch.uint8), whole.view(torch.uint8)), (number, name)

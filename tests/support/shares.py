@@ -7,9 +7,9 @@ import torch
 
 
 def shared_out(function, name, moments, num_processes):
-    """What ``function(name, some)`` returns for shares of the moments, each in a fresh process.
+    """Yield results of ``function(name, some)`` for shares of the moments, in new processes.
 
-    There are eight shares a process, so that one which got the slow moments holds nobody up.
+    There are eight shares for each process, so that a slow share delays the end less.
     """
     num_shares = 8 * num_processes
     shares = [moments[first::num_shares] for first in range(num_shares)]

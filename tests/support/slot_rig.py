@@ -1,4 +1,4 @@
-"""A minimal embedder of slots: a namespace with just the fields that a call reads."""
+"""A minimal embedder of slots: a namespace with only the fields that a call reads."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Chosen(LruSlotPolicy):
-    """A policy that evicts what it is told to, in that order."""
+    """A policy that evicts the slots given by a test, in this order."""
 
     def __init__(self, victims=()):
         self.victims, self.offered = list(victims), None
@@ -24,7 +24,7 @@ class Chosen(LruSlotPolicy):
 
 
 class LastUsedPolicy(SlotEvictionPolicy):
-    """A user's own: what was longest neither stored nor used by a hit goes first."""
+    """A custom policy: evicts the state least recently stored or used by a hit first."""
 
     def __init__(self):
         self.reset(0)
@@ -45,7 +45,7 @@ class LastUsedPolicy(SlotEvictionPolicy):
 
 
 class Listening(AdaptiveSlotPolicy):
-    """Keeps what it is told of requests, and what is proposed."""
+    """A policy that records the facts of requests and the proposals."""
 
     def __init__(self):
         self.told, self.proposed = [], []
@@ -61,8 +61,8 @@ class Listening(AdaptiveSlotPolicy):
 
 
 def make_pool(max_slots, num_blocks, *, victims=(), **options):
-    """The books alone, over KV blocks that nobody uses or registers."""
-    size = num_blocks if num_blocks in range(99) else 0  # it may be one that is to be refused
+    """A pool without tensors, over KV blocks that are neither used nor registered."""
+    size = num_blocks if num_blocks in range(99) else 0  # tests also pass invalid numbers
     view = SimpleNamespace(
         pool_size=num_blocks,
         block_ref_counts=np.zeros(int(size), np.int32),
@@ -97,12 +97,12 @@ def make_allocator(max_slots=4, *, context=None, policy=None, placement=None, **
 
 
 def randomize(tensor, generator):
-    """Fills with what no fresh tensor holds by chance: never zero, never equal by design."""
+    """Fill a tensor with random numbers that are never zero."""
     tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
 
 
 def add_live_states(context, generator):
-    """Gives the context live states, and request i the row max_requests - 1 - i of them."""
+    """Add live states to the context; request i has row max_requests - 1 - i."""
     rows = context.max_requests
     context.mamba_conv_states = torch.empty(NUM_LAYERS, rows, *CONV, dtype=DTYPES[0])
     context.mamba_ssm_states = torch.empty(NUM_LAYERS, rows, *SSM, dtype=DTYPES[1])
@@ -116,7 +116,7 @@ def add_live_states(context, generator):
 
 
 def state_bits(conv_states, ssm_states, row):
-    """The bits of one state, as something that compares with ==."""
+    """The bits of one state, comparable with ==."""
     parts = (conv_states[:, row], ssm_states[:, row])
     return tuple(bytes(part.contiguous().view(torch.uint8).flatten().tolist()) for part in parts)
 
@@ -130,7 +130,7 @@ def live_bits(context, row):
 
 
 def books(pool):
-    """All that a pool remembers, for comparing before and after."""
+    """The whole bookkeeping of a pool, to compare before and after a call."""
     return (
         pool.free_slots[: pool.free_count].tolist(),
         pool.block_to_slot.tolist(),
@@ -143,21 +143,21 @@ def books(pool):
 
 
 def save(pool, *blocks):
-    """Give blocks a slot each, and make them findable."""
+    """Assign a slot to each block, and make the slots findable."""
     slots = pool.reserve_slots(blocks)
     assert pool.commit_reserved(slots, blocks) == slots
     return slots
 
 
 def touch(allocator, *blocks):
-    """Uses the blocks one after the other, the last one latest."""
+    """Use the blocks one after another, so that the last block is the most recently used."""
     times = allocator.context.kv_block_allocator.block_timestamps
     for block in blocks:
         times[block] = int(times.max()) + 1
 
 
 def full(*, slots=4, **options):
-    """An allocator whose slots hold blocks 0 to slots - 1, block 0 the least recently used."""
+    """An allocator with slots for blocks 0 to slots - 1; block 0 is the least recently used."""
     allocator = make_allocator(slots, **options)
     for block in range(slots):
         allocator.allocate_slots_batch([block])

@@ -20,12 +20,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Path from the project's root, as test ids show it."""
+        """Path from the project's root, as in test ids."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def module(self) -> str:
-        """Dotted name that imports it."""
+        """Dotted name to import the file."""
         parts = self.path.relative_to(ROOT).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -50,13 +50,13 @@ def load_example(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where a dataclass looks up its annotations
+    sys.modules[name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     return module
 
 
 def is_old_path(source: Source) -> bool:
-    """Whether a module only stands for another one, under the name that this had before."""
+    """Whether a module only re-exports another one under an old name."""
     return (ast.get_docstring(source.tree) or "").startswith("Old import path of")
 
 

@@ -1,7 +1,7 @@
-"""A machine of steps with drafts: any of them right, any number of them accepted.
+"""A state machine of steps with drafts: any drafts are right, any number is accepted.
 
-The tokens of a step are given on the host, or on the device and collected later, when the next
-step may have begun.
+The tokens of a step are passed on the host, or on the device and collected later, possibly after
+the next step has begun.
 """
 
 import numpy as np
@@ -22,10 +22,10 @@ UNCACHED = UncachedRuns(LONGEST_ANSWER + 2 * DRAFTS + 2)
 
 
 class SpeculationMachine(ContextMachine):
-    """Draws drafts, right and wrong ones, and how many tokens of each step are taken.
+    """Draws right and wrong drafts, and the number of tokens of each step to commit.
 
-    ``Seen.generated`` holds all tokens that were sampled; ``self.uncollected`` says which of them
-    the context does not know yet, by request.
+    ``Seen.generated`` has all sampled tokens; ``self.uncollected`` has those not collected yet, by
+    request.
     """
 
     longest_answer = LONGEST_ANSWER
@@ -49,7 +49,7 @@ class SpeculationMachine(ContextMachine):
         mode=MODES,
     )
     def speculate(self, data, some, times, mode, **how):
-        """Steps of decoding requests with drafts, beside whatever can be scheduled."""
+        """Run steps of decoding requests with drafts, and of all requests that can be scheduled."""
         for _ in range(times):
             for chosen in self.with_status(RequestStatus.PREFILLING):
                 try:
@@ -73,7 +73,7 @@ class SpeculationMachine(ContextMachine):
         self.remember_states()
 
     def step(self, decode_ids):
-        """The other machine's steps: without drafts, with tokens on the host."""
+        """Run a step of the base machine: without drafts, with tokens on the host."""
         if decode_ids is None:
             decode_ids = self.with_status(RequestStatus.DECODING)
         self.run_step(None, decode_ids, on_device=False, by_row=False, late=False)
@@ -96,19 +96,19 @@ class SpeculationMachine(ContextMachine):
             self.finish_those_with(self.longest_answer)
 
     def draw_drafts(self, data, seen):
-        """Tokens of which the first few are right."""
+        """Drafts of which only the first few are right."""
         if data is None:
             return []
         count = data.draw(st.integers(0, self.num_drafts), label="drafts")
         right = data.draw(st.integers(0, self.num_drafts), label="right ones")
-        drafts = [self.wanted(seen, i) for i in range(count)]
+        drafts = [self.expected_token(seen, i) for i in range(count)]
         return [(t + (i >= right)) % VOCAB for i, t in enumerate(drafts)]
 
-    def wanted(self, seen, index):
+    def expected_token(self, seen, index):
         return int(seen.logits(self.uncached, index).argmax())
 
     def cut(self, drafts):
-        """On the host drafts must fit whatever the outcome of the last step is."""
+        """Cut drafts on the host, which must fit for any outcome of the last step."""
         table = self.context.request_table
         room = {
             a.request_id: self.longest - table.num_computed[a.row] - table.num_in_doubt[a.row] - 1
@@ -117,7 +117,7 @@ class SpeculationMachine(ContextMachine):
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}
 
     def in_order(self, drafts):
-        """As an array in the order of the requests that decode."""
+        """Drafts as an array in the order of the decoding requests."""
         array = np.full((len(drafts), self.num_drafts), -1)
         for row, tokens in zip(array, drafts.values(), strict=True):
             row[: len(tokens)] = tokens
@@ -131,7 +131,7 @@ class SpeculationMachine(ContextMachine):
         return tensor
 
     def accepted(self, data, step, drafts):
-        """The tokens that greedy verification takes of each request, some cut short."""
+        """The accepted tokens of each request, some of them cut short."""
         logits = iter(self.model.forward(step.metadata, self.caches()))
         for request in step.requests:
             seen = self.requests[request.request_id]
@@ -141,16 +141,16 @@ class SpeculationMachine(ContextMachine):
                 drafted = [] if request.is_prefill else drafts[request.request_id]
                 taken = self.verify(seen, drafted[: len(rows) - 1], rows)
             if data is not None and not request.is_prefill:
-                least = 0 if self.num_drafts else 1
-                taken = taken[: data.draw(st.integers(least, 2 + DRAFTS), label="taken")]
+                minimum = 0 if self.num_drafts else 1
+                taken = taken[: data.draw(st.integers(minimum, 2 + DRAFTS), label="taken")]
             yield taken
 
     def verify(self, seen, drafted, rows):
         taken = []
         for index, row in enumerate(rows):
-            wanted = seen.logits(self.uncached, index)
-            torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
-            taken.append(self.wanted(seen, index))
+            expected = seen.logits(self.uncached, index)
+            torch.testing.assert_close(row, expected, rtol=0, atol=1e-9)
+            taken.append(self.expected_token(seen, index))
             if index == len(drafted) or drafted[index] != taken[-1]:
                 return taken
         raise AssertionError("more drafts than tokens computed")
@@ -174,7 +174,7 @@ class SpeculationMachine(ContextMachine):
                 self.publish(self.requests[request.request_id], request)
         for request_id, new in sampled.items():
             before = len(self.requests[request_id].tokens)
-            # What a prefill saves is up to the placement.
+            # The placement decides which states a prefill saves.
             self.lengths_before[request_id] = before if request_id in decoded else before + BLOCK
             self.requests[request_id].generated += new
             if not on_device:
@@ -192,7 +192,7 @@ class SpeculationMachine(ContextMachine):
         self.context.commit_step(padded, [len(new) for new in sampled.values()])
 
     def publish_decoded(self, request_id):
-        """All complete blocks before the last token are findable, and the newest with its state."""
+        """Check that all complete blocks before the last token match, the newest with a state."""
         seen = self.requests[request_id]
         for boundary in range(BLOCK, len(seen.tokens), BLOCK):
             self.published.add(seen.prefix(boundary))

@@ -1,4 +1,4 @@
-"""Steps written request by request, and tables for them."""
+"""Steps described request by request, and request tables for them."""
 
 from types import SimpleNamespace
 
@@ -11,9 +11,9 @@ from mamba_cache.context.step_buffers import StepBuffers
 
 
 def make_buffers(table, device, **sizes):
-    """Step buffers over a table that ``make_table`` has made.
+    """Step buffers over a table of ``make_table``.
 
-    Settings that an error would name, and nothing else reads, are its number of rows.
+    Settings that only error messages read are set to the number of rows.
     """
     named = ("max_requests", "max_sequence_length", "max_checkpoints_per_step")
     config = SimpleNamespace(**dict.fromkeys(named, len(table.block_tables)), **sizes)
@@ -21,7 +21,7 @@ def make_buffers(table, device, **sizes):
 
 
 def make_table(block_tables):
-    """What step buffers read of a table of requests."""
+    """A request table with the fields that step buffers read."""
     count = len(block_tables)
     return SimpleNamespace(
         block_tables=block_tables,
@@ -33,19 +33,19 @@ def make_table(block_tables):
 
 
 def stamp_row(table, row):
-    """Say that a row's blocks have changed, as the table does."""
+    """Mark a row's blocks as changed, like the real table."""
     table.stamp += len(table.table_stamps)
     table.table_stamps[row] = table.stamp + row
 
 
 def group_of(slices):
-    """Requests that decode together, called by their rows."""
+    """A group of decoding requests, whose ids are their rows."""
     requests = [SimpleNamespace(request_id=piece.row, row=piece.row) for piece in slices]
     return DecodingGroup(requests)
 
 
 def decode_work(slices, table, block_size):
-    """What is computed of decoding requests, given as chunks, which the table gets to know."""
+    """The work of decoding requests, given as chunks; updates the table."""
     lengths = np.array([len(piece.token_ids) for piece in slices], dtype=np.int64)
     width = max(lengths.tolist(), default=1)
     drafts = np.full((len(slices), width - 1), -1, dtype=np.int64)
@@ -75,5 +75,5 @@ def decode_work(slices, table, block_size):
 
 
 def part(row, start, tokens, first_writable=0, **rest):
-    """The tokens of one request that a step computes."""
+    """The chunk of one request in a step."""
     return Chunk(row, start, np.asarray(tokens), first_writable, **rest)

