@@ -1,8 +1,8 @@
-"""Faults of the tiers: what is injected, and what came of it.
+"""Injected faults of the tiers, and their outcomes.
 
-A rig has tensors that stand for the GPU's, a host tier, and a disk tier. ``store`` takes an entry
-all the way down, ``fetch`` all the way up again and compares every byte. Whatever is injected in
-between, ``fetch`` brings the right bytes or says by name why it does not.
+A rig has tensors in place of the GPU's, a host tier and a disk tier. ``store`` writes an entry
+down to the disk; ``fetch`` loads it up to the tensors and compares every byte. For every fault
+injected in between, ``fetch`` must load the right bytes or return the refusal's name.
 """
 
 import errno
@@ -44,22 +44,22 @@ CONFIG = CacheConfig(
     num_host_states=NUM_ROWS,
 )
 PATIENCE = 60.0
-"""Seconds after which something counts as hung."""
+"""Seconds after which a call counts as hung."""
 
 FROM, TO = 0, 1
 PREFIX = [
     *((number, EntryKind.KV) for number in range(NUM_ENTRIES)),
     (NUM_ENTRIES - 1, EntryKind.STATE),
 ]
-"""What a prefetch of all entries asks for."""
+"""The entries that a prefetch of the whole prefix requests."""
 
 
 class WrongRestore(Exception):
-    """Bytes came up that are not those that went down, and nothing said so."""
+    """Restored bytes differ from the stored ones, without a refusal."""
 
 
 class Hung(Exception):
-    """Something was never answered."""
+    """A call was never answered."""
 
 
 def content_of(number, kind, shape):
@@ -114,14 +114,14 @@ class Rig:
         return EntryFacts(key, number + 1, size)
 
     def draw(self):
-        """One of the entries."""
+        """Draw an entry."""
         return int(self.rng.integers(NUM_ENTRIES)), list(EntryKind)[self.rng.integers(2)]
 
     def has(self, number, kind):
         return self.disk.has_many([self.facts(number, kind).key])[0]
 
     def fill_host(self, number, kind):
-        """Copy an entry to the host tier, unless it is there; say whether it is."""
+        """Copy an entry to the host tier if absent; return whether it is there then."""
         facts, tensor = self.facts(number, kind), self.tensors[kind]
         lease = self.host[kind].reserve(facts)
         if lease is not None:
@@ -131,7 +131,7 @@ class Rig:
         return facts.key.digest in self.host[kind]
 
     def store(self, number, kind):
-        """Take an entry down to the disk, unless it is there."""
+        """Write an entry to the disk if absent."""
         if not self.has(number, kind):
             self.host.clear()
             self.fill_host(number, kind)
@@ -145,13 +145,13 @@ class Rig:
                 self.store(number, kind)
 
     def end(self):
-        """Wait until the disk has ended all that it was given."""
+        """Wait until the disk tier is idle."""
         if not self.disk.flush(PATIENCE):
             raise Hung("the disk did not end what it was given")
         self.host.poll()
 
     def fetch(self, number, kind):
-        """Bring an entry up from the disk and compare it; "right", or why it did not come."""
+        """Load an entry from the disk and compare it; return "right" or the refusal."""
         facts, answer = self.facts(number, kind), Answer()
         self.host.clear()
         lease = self.host[kind].reserve(facts, for_lower=True)
@@ -168,7 +168,7 @@ class Rig:
         return self.restore(number, kind)
 
     def restore(self, number, kind):
-        """Bring an entry up from the host tier and compare it."""
+        """Load an entry from the host tier and compare it; return "right" or the refusal."""
         lease, tensor = self.host[kind].read(self.facts(number, kind)), self.tensors[kind]
         if isinstance(lease, Refusal):
             return lease.value
@@ -183,7 +183,7 @@ class Rig:
         return "right"
 
     def check(self):
-        """Nothing is leaked: no lease, no queue, and all bookkeeping agrees."""
+        """Check invariants, and that no lease and no queued job is left."""
         self.end()
         self.host.check_invariants()
         self.disk.check_invariants()
@@ -192,31 +192,31 @@ class Rig:
         assert not self.disk.num_queued
 
     def forgive_disk(self):
-        """Let the disk be asked again after failures."""
+        """Clear the disk's failures, so that it is used again at once."""
         self.disk._failures, self.disk._paused_until, self.files._full_until = 0, 0.0, 0.0
 
     def file(self, number, kind):
         return self.files.folder / entry_name(self.facts(number, kind).key)
 
     def flip_file(self, number, kind, bit):
-        """Turn a bit of a file."""
+        """Flip a bit of a file."""
         data = bytearray(self.file(number, kind).read_bytes())
         flip(data, bit)
         self.file(number, kind).write_bytes(data)
 
     def drop(self, number, kind):
-        """Have the tier forget an entry, if it is there."""
+        """Remove an entry from the disk tier."""
         self.disk.remove(self.facts(number, kind).key)
         self.end()
 
     def restore_prefix(self):
-        """Restore what a prefetch of all entries asks for."""
+        """Restore all entries of the prefix."""
         return [self.restore(number, kind) for number, kind in PREFIX]
 
 
 @contextmanager
 def replaced(name, call):
-    """A system call is another one for a while."""
+    """Replace a system call in the ``with`` block."""
     original = getattr(os, name)
     setattr(os, name, call)
     try:
@@ -229,7 +229,7 @@ def flip(data, bit):
     data[bit // 8] ^= 1 << bit % 8
 
 
-# What is injected. Each returns what came of it: outcomes of fetches.
+# The faults. Each function returns outcomes of fetches.
 
 
 def flipped_payload_bit(rig):
@@ -260,7 +260,7 @@ def truncated_file(rig):
 
 
 def zero_filled_file(rig):
-    """All of a file, or some pages of it: what a power cut leaves where nothing was synced."""
+    """Zero a file or some of its pages, as after a power cut without a sync."""
     number, kind = rig.draw()
     rig.store(number, kind)
     data = bytearray(rig.file(number, kind).read_bytes())
@@ -275,7 +275,7 @@ def zero_filled_file(rig):
 
 
 def swapped(rig, begin):
-    """What two files have from an offset on changes places."""
+    """Exchange the contents of two files from an offset on."""
     (one, kind), other = rig.draw(), int(rig.rng.integers(NUM_ENTRIES))
     for number in (one, other):
         rig.store(number, kind)
@@ -292,12 +292,12 @@ def swapped_entries(rig):
 
 
 def swapped_payloads(rig):
-    """Each header stands before the other's payload."""
+    """Exchange the payloads of two files, so that headers and payloads do not match."""
     return swapped(rig, PAGE_BYTES)
 
 
 def torn_write(rig):
-    """Some sectors of a write are not written, though the disk says that all are."""
+    """Skip some sectors of a write, which still reports success."""
     number, kind = rig.draw()
     rig.drop(number, kind)
     rng, write = rig.rng, os.pwritev
@@ -306,7 +306,7 @@ def torn_write(rig):
         data = b"".join(bytes(buffer) for buffer in buffers)
         kept = rng.integers(0, len(data) // 512 + 1)
         chosen = rng.random(len(data) // 512) < rng.random()
-        if rng.random() < 0.5:  # the first ones, in order
+        if rng.random() < 0.5:  # only the first sectors
             chosen = np.arange(len(data) // 512) < kept
         torn = memoryview(mmap.mmap(-1, len(data)))
         for sector in np.flatnonzero(chosen).tolist():
@@ -322,7 +322,7 @@ def torn_write(rig):
 
 
 def flipped_host_bit(rig):
-    """In a row of host memory: bytes, or the checksums behind them."""
+    """Flip a bit of a row of host memory, in its bytes or its checksums."""
     number, kind = rig.draw()
     rig.host.clear()
     rig.fill_host(number, kind)
@@ -331,12 +331,12 @@ def flipped_host_bit(rig):
     flip(data, int(rig.rng.integers(rig.layouts[kind].checksums.stop * 8)))
     if rig.rng.random() < 0.5:
         return [rig.restore(number, kind)]
-    # The damage goes down to the disk and comes up again.
+    # The damaged bytes are written to the disk and loaded again.
     rig.drop(number, kind)
     rig.tiers.offer_below(rig.facts(number, kind))
     rig.end()
     outcome = rig.fetch(number, kind)
-    rig.drop(number, kind)  # nobody below the host tier can know; it is not to be used again
+    rig.drop(number, kind)  # lower tiers cannot detect this damage
     return [outcome]
 
 
@@ -351,7 +351,7 @@ def flipped_host_header(rig):
 
 
 def failing_copy(rig):
-    """A system call fails once, at some moment of storing and fetching."""
+    """Make a system call fail from a random moment of storing and fetching on."""
     number, kind = rig.draw()
     if rig.rng.random() < 0.5:
         rig.store(number, kind)
@@ -376,7 +376,7 @@ def failing_copy(rig):
 
 
 def short_copy(rig):
-    """The system moves less than it was asked for."""
+    """Make a system call transfer fewer bytes than requested."""
     number, kind = rig.draw()
     if rig.rng.random() < 0.5:
         rig.drop(number, kind)
@@ -395,7 +395,7 @@ def short_copy(rig):
 
 
 def partial_batch(rig):
-    """Of a prefix of several entries some are damaged, or not there: a boundary counts or not."""
+    """Damage some entries of a prefix; only a whole prefix may become ready."""
     rig.store_all()
     broken = set()
     for number in range(NUM_ENTRIES):
@@ -415,7 +415,7 @@ def partial_batch(rig):
 
 
 def prefetch_all(rig):
-    """A prefetch of one prefix with all entries, as a context asks for it."""
+    """Begin a prefetch of the whole prefix, like a context does."""
 
     match = PrefixMatch(NUM_ENTRIES + 1, (), 0, 0, None)
     planners = rig.tiers.planners
@@ -433,7 +433,7 @@ def prefetch_all(rig):
 
 
 def aborted(rig):
-    """Cancelled, reset, cleared, evicted or closed while reads are at any point of their way."""
+    """Cancel, reset, clear, evict or close at any point of running reads."""
     rig.store_all()
     rig.host.clear()
     rng = rig.rng
@@ -459,7 +459,7 @@ def aborted(rig):
             rig.tiers.reset()
         elif action == 2:
             rig.host.clear()
-        elif action == 3:  # others take all rows that are free, and then some
+        elif action == 3:  # other entries take all free rows and more
             for number in range(100, 100 + NUM_ROWS):
                 rig.fill_host(number, EntryKind.KV)
         elif action == 4:
@@ -482,7 +482,7 @@ def aborted(rig):
 
 
 def slow_copy(rig):
-    """Reads that end long after their rows were given up, while others use the rows."""
+    """Let a read end long after its row was released and possibly reused."""
     rig.store_all()
     rig.host.clear()
     number, kind = rig.draw()
@@ -519,7 +519,7 @@ def slow_copy(rig):
 
 
 def killed_writer(rig):
-    """A process that writes is killed at any moment; the next one opens what it left."""
+    """Kill a writing process at any moment; the next process opens its files."""
     rig.disk.close()
     seconds = rig.rng.exponential(0.05)
     first = int(rig.rng.integers(1000))
@@ -531,7 +531,7 @@ def killed_writer(rig):
                 rig.store(first % 12, list(EntryKind)[first % 2])
                 first += 1
                 rig.host.clear()
-                if first % 5 == 0:  # so that files are written again and again
+                if first % 5 == 0:  # so that files are rewritten
                     for number, kind in product(range(12), EntryKind):
                         rig.disk.remove(rig.facts(number, kind).key)
         finally:
@@ -564,11 +564,11 @@ FAULTS = {
         killed_writer,
     )
 }
-"""By name."""
+"""Faults by name."""
 
 
 class FaultCounts:
-    """What came of the faults of one kind; ``outcomes`` has fetches: "right", or why not."""
+    """Counts for faults of one kind; ``outcomes`` counts fetches by "right" or refusal."""
 
     def __init__(self):
         self.injected = self.wrong = self.hung = self.leaked = 0
@@ -584,7 +584,7 @@ class FaultCounts:
 
 
 def inject(path, name, count, seed):
-    """Inject faults of one kind, one after the other; return their ``FaultCounts``."""
+    """Inject faults of one kind one after another; return their ``FaultCounts``."""
     counts = FaultCounts()
     rng = np.random.default_rng([*np.ravel(seed), list(FAULTS).index(name)])
     rig = Rig(path, rng)

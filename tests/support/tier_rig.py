@@ -1,4 +1,4 @@
-"""Contexts with a tier in host memory, and copies to it that are late, fail, or are damaged."""
+"""Contexts with a host tier, whose copies can be late, fail or be damaged."""
 
 from context_rig import make_config, make_context
 from restart_rig import slow_prefill
@@ -10,17 +10,17 @@ from mamba_cache.tiers.entry import EntryKind
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 IDENTITY = ModelIdentity(name="model", weights="w")
-PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
+PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and 5 tokens
 OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
 
 
 def always():
-    """A planner that loads whatever there is."""
+    """A planner that loads every entry."""
     return LoadPlanner(Rates(1e18, 0.0, 1.0), learns=False)
 
 
 def make_tiered(*, transfers=None, options=None, **changes):
-    """A context with small pools and a tier that holds everything; with options of a context."""
+    """A context with small pools and a tier with room for everything."""
     settings = {
         "num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 60, "num_host_states": 30,
     }  # fmt: skip
@@ -33,7 +33,7 @@ def make_tiered(*, transfers=None, options=None, **changes):
 
 
 def make_over(*, planner=None, identity=IDENTITY, **changes):
-    """A context that writes all states and blocks to a disk or a store, and loads what it finds."""
+    """A context that writes all states and blocks to a disk or store, and loads every entry."""
     settings = {
         "num_host_blocks": 40,
         "num_host_states": 20,
@@ -49,17 +49,17 @@ def make_over(*, planner=None, identity=IDENTITY, **changes):
 
 
 def ask(context, prompt=PROMPT, **options):
-    """A prefetch of what a prompt can resume from."""
+    """Begin a prefetch for a prompt."""
     return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
 
 
 def match(context, prompt=PROMPT):
-    """What a request finds on the GPU and in host memory."""
+    """The match of a request on the GPU and in host memory."""
     return context.match(Request(request_id="one", prompt_tokens=prompt))
 
 
 def install(context, transfers):
-    """Puts something between a context and its copies; returns it."""
+    """Wrap a context's transfers; return the wrapper."""
     tiering = context._tiering
     tiering.transfers = transfers(tiering.transfers)
     return tiering.transfers
@@ -71,29 +71,29 @@ def host_stats(context):
 
 
 def cached_rows(context, kind):
-    """Rows of the tier that hold an entry that can be found."""
+    """Rows of the tier with a findable entry."""
     return sorted(context.host_tier[kind]._row_of.values())
 
 
 def flip(context, kind, row, bit):
-    """Turns one bit of a row: of its bytes, or of the checksums behind them."""
+    """Flip a bit of a row, in its bytes or its checksums."""
     data = context.host_tier.memory[kind].row(row)
     data[bit // 8] ^= 1 << bit % 8
 
 
 def flip_all(context, kind, bit):
-    """Turns the same bit of each row that holds an entry."""
+    """Flip the same bit of each row with an entry."""
     for row in cached_rows(context, kind):
         flip(context, kind, row, bit)
 
 
 def flip_header(context, kind, row, bit):
-    """Turns one bit of a row's header."""
+    """Flip a bit of a row's header."""
     context.host_tier[kind].headers[row, bit // 8] ^= 1 << bit % 8
 
 
 class LateTicket:
-    """Copies that are over when somebody says so."""
+    """A ticket of copies that ends when ``finish`` is called."""
 
     def __init__(self, transfers, run):
         self._transfers, self._run = transfers, run
@@ -121,10 +121,10 @@ class LateTicket:
 
 
 class LateTransfers:
-    """Copies of a device that runs behind, each way in order.
+    """Copies of a device that runs behind the host, in order for each direction.
 
-    What is spilled is read when ``run`` comes to it, and not when it was enqueued. What is loaded
-    is there at once, as the forward waits for it, but nobody knows that it is over.
+    A spill reads its sources when ``run`` reaches it, not when it was enqueued. A load is done at
+    once, because the forward waits for it, but its ticket ends later.
     """
 
     def __init__(self, transfers):
@@ -144,7 +144,7 @@ class LateTransfers:
         return ticket
 
     def run(self, count):
-        """The device gets on by some copies each way."""
+        """Finish some copies in each direction."""
         for queue in self.queues.values():
             for ticket in queue[:count]:
                 ticket.finish()
@@ -164,11 +164,11 @@ class LateTransfers:
 
 
 class CopyError(Exception):
-    """What a copy raises."""
+    """Raised by a copy."""
 
 
 class FailingTransfers:
-    """Copies that raise while ``fails`` says so, half of them done."""
+    """Copies that raise after half of their jobs while their direction is in ``fails``."""
 
     def __init__(self, transfers):
         self._transfers = transfers

@@ -1,7 +1,7 @@
-"""Machines of a context over its tiers: any calls in any order, and what tiers can do to them.
+"""State machines of a context over its tiers: any calls in any order, with faults of the tiers.
 
-``TieredMachine`` has a tier in host memory, ``DiskMachine`` a disk below it. Answers are those of a
-run without a cache, whatever is damaged, late, lost or full; and no row is held for nobody.
+``TieredMachine`` has a host tier, ``DiskMachine`` a disk below it. Answers must equal those of
+uncached runs for all damage, delays, losses and full tiers, and no row may stay held at the end.
 """
 
 import errno
@@ -38,7 +38,7 @@ from mamba_cache.tiers.entry import payload_digest
 
 
 class Copies(LateTransfers):
-    """Copies that are late; the next one of a kind raises if it is told to, half of it done."""
+    """Late copies; the next one of a direction in ``fails`` raises after half of its jobs."""
 
     def __init__(self, transfers):
         super().__init__(transfers)
@@ -60,13 +60,13 @@ class Copies(LateTransfers):
 
 
 PROMPTS = st.tuples(st.sampled_from([24, 32, 40]), st.integers(0, 1))
-"""Few, so that they come again: tokens that they have in common, and which ones follow."""
+"""Few prompts, so that they repeat: number of common tokens, and the token that follows."""
 
 
 class TieredMachine(ContextMachine):
-    """Small pools on the GPU; a tier that holds little or all; answers as without a cache.
+    """Small pools on the GPU, and a small or large host tier; answers must equal uncached runs.
 
-    A bit that is turned in a row is found before anything that depends on it is told or findable.
+    A flipped bit of a row is detected before results that depend on it are returned or findable.
     """
 
     pace = 9
@@ -81,13 +81,13 @@ class TieredMachine(ContextMachine):
         prompts=st.lists(PROMPTS, min_size=2, max_size=5),
     )
     def start(self, prompts, **drawn):
-        """As ever, but small: what is below is of no use else."""
+        """Start with small pools, so that lower tiers are used."""
         super().start(ample=False, chunk=4, enable_prefix_caching=True, **drawn)
         self.traffic(prompts, 9, None)
 
     @contextmanager
     def unchanged_by_an_error(self):
-        self.context.poll_tiers()  # a call that is refused takes over what has ended, too
+        self.context.poll_tiers()  # refused calls also process ended copies
         with super().unchanged_by_an_error():
             yield
 
@@ -96,9 +96,9 @@ class TieredMachine(ContextMachine):
 
     def forget(self):
         super().forget()
-        # Digests of entries that were damaged in host memory, from where damage goes down as well.
+        # Digests of entries damaged in host memory; the damage can reach lower tiers.
         self.turned = set()
-        # Rows, and their generations, whose header was damaged while nobody had read it.
+        # Rows, with generations, whose header was damaged while no read lease was held.
         self.bad_headers = set()
 
     def open_context(self, **options):
@@ -119,7 +119,7 @@ class TieredMachine(ContextMachine):
         turned=st.none() | st.integers(0, 10**6),
     )
     def traffic(self, prompts, pace, turned):
-        """Requests one after the other, so that what the first ones have left is evicted."""
+        """Run requests one after another, so that entries of the first ones are evicted."""
         self.copies.run(9)
         self.context._tiering.poll()
         if turned is not None:
@@ -136,7 +136,7 @@ class TieredMachine(ContextMachine):
         self.pace = usual
 
     def ask(self, stem, tail, tenant):
-        """A request for one token, or what there is room for of it."""
+        """Run a request for one token, as far as there is room."""
         before = set(self.requests)
         self.add(stem, tail, tenant, None, [])
         if self.can_step():
@@ -147,7 +147,7 @@ class TieredMachine(ContextMachine):
     @precondition(lambda self: self.copies)
     @rule(pace=st.sampled_from([9, 9, 9, 9, 1, 0]))
     def device_gets_on(self, pace):
-        """By so many copies each way now, and after each step."""
+        """Finish ``pace`` copies in each direction now, and after each step."""
         self.pace = pace
         self.copies.run(pace)
 
@@ -175,7 +175,7 @@ class TieredMachine(ContextMachine):
             self.turn(kind, row, bit % (8 * self.copies._transfers._layouts[kind].checksums.stop))
 
     def turn(self, kind, index, bit, turn=flip):
-        """Turns a bit of one of the rows that hold an entry, if there are any."""
+        """Flip a bit of a row with an entry, if there is one."""
         rows = cached_rows(self.context, kind)
         if rows:
             row, pool = rows[index % len(rows)], self.context.host_tier[kind]
@@ -194,7 +194,7 @@ class TieredMachine(ContextMachine):
         self.context.host_tier.clear()
 
     def begin(self, decode_ids=None, **drafts):
-        """As ever, but what a damaged row brought is not compared."""
+        """Begin a step; states from damaged rows are not compared."""
         self.damaged = set()
         admitted = {i: seen.admission for i, seen in self.requests.items()}
         begin_step = self.context.begin_step
@@ -215,7 +215,7 @@ class TieredMachine(ContextMachine):
                 self.requests[request_id].admission = admitted[request_id]
 
     def looked_at(self):
-        """Contexts whose loads are looked at, and the damaged headers of each."""
+        """Contexts whose loads are checked, with the damaged headers of each."""
         return [(self.context, self.bad_headers)]
 
     def look_at_load(self, active, bad_headers):
@@ -225,7 +225,7 @@ class TieredMachine(ContextMachine):
         read = {(each.facts.key.kind, each.row, each.generation) for each in load.leases}
         assert not read & {each[:3] for each in bad_headers}
         own = range(load.first_job, load.first_job + len(load.leases))
-        # The ticket below that of the late device: it knows at once.
+        # The real ticket below the late one has the result at once.
         bad = set(load.ticket._run().damaged()) & set(own)
         assert {load.leases[i - load.first_job].facts.key.digest for i in bad} <= self.turned
         if bad:
@@ -238,14 +238,14 @@ class TieredMachine(ContextMachine):
             self.copies.run(self.pace)
 
     def remember(self, key, state):
-        """A tier may keep one of a batch of another shape, which was rounded otherwise."""
+        """Record all states of a prefix: a tier may hold one from a batch with other rounding."""
         known = self.snapshots.setdefault(key, [])
         if not any(same_bits(state, each) for each in known):
             known.append(state)
 
     @invariant()
     def what_the_host_tier_finds_is_whole(self):
-        """But what was damaged there: a copy, whoever made it, is found when it has ended well."""
+        """Findable rows have matching checksums, except rows damaged by this machine."""
         if not hasattr(self, "context") or not self.copies:
             return
         layouts = self.copies._transfers._layouts
@@ -257,12 +257,12 @@ class TieredMachine(ContextMachine):
                 assert is_whole or digest in self.turned, (kind, row)
 
     def teardown(self):
-        """Nothing is leaked: when all requests are over, and all copies, no row is held."""
+        """Check that nothing is leaked."""
         if hasattr(self, "context") and self.copies and sys.exc_info()[0] is None:
             self.end_everything()
 
     def end_everything(self):
-        """End all requests and wait for the tiers; nothing is held then."""
+        """End all requests and wait for the tiers; then no row may be held."""
         for request_id in list(self.requests):
             self.end(request_id)
         self.context.wait_for_tiers()
@@ -271,9 +271,9 @@ class TieredMachine(ContextMachine):
 
 
 class LowerTierMachine(TieredMachine):
-    """A host tier of few rows over a lower tier, which outlives contexts.
+    """A host tier of few rows over a lower tier that outlives contexts.
 
-    A class for each lower tier says by ``lower_settings`` what opens it, and what befalls it.
+    The class of each lower tier defines its settings by ``lower_settings``, and its faults.
     """
 
     host_rows = {"num_host_blocks": 9, "num_host_states": 4}
@@ -292,7 +292,7 @@ class LowerTierMachine(TieredMachine):
         return super().open_context(identity=ModelIdentity(name="model", weights="w"), **options)
 
     def forget(self):
-        """What lies below outlives a reset, and so does what is known of it."""
+        """Clear the model, except entries of the lower tier, which outlive a reset."""
         names = "published", "perhaps_saved", "snapshots", "turned"
         kept = {name: getattr(self, name, None) for name in names}
         super().forget()
@@ -316,7 +316,7 @@ class LowerTierMachine(TieredMachine):
         return self.prefetches[-1]
 
     def settle(self):
-        """Wait until the lower tier has ended all that it was given."""
+        """Wait until the lower tier is idle."""
         raise NotImplementedError
 
     def ask(self, stem, tail, tenant):
@@ -326,7 +326,7 @@ class LowerTierMachine(TieredMachine):
     @precondition(lambda self: self.copies and self.asked)
     @rule(number=st.integers(0, 100))
     def come_back(self, number):
-        """Somebody asks again what was asked before, and waits for what lies below."""
+        """Repeat an earlier request after a prefetch from the lower tier."""
         self.return_to(*self.asked[number % len(self.asked)])
 
     def return_to(self, stem, tail, tenant):
@@ -337,13 +337,13 @@ class LowerTierMachine(TieredMachine):
         self.settle()
         assert handle.is_over
         match = self.context.match(seen.request("probe", list(seen.prompt)))
-        # What the host tier had already may turn out to be damaged there.
+        # Entries already in the host tier may be damaged.
         if handle.state is PrefetchState.READY and not self.turned:
             assert match.skip_tokens >= handle.skip_tokens
         self.ask(stem, tail, tenant)
 
     def leave(self):
-        """End a process."""
+        """End the process."""
         self.end_everything()
         self.context.close()
         self.forget_context()
@@ -354,7 +354,7 @@ class LowerTierMachine(TieredMachine):
         assert not self.context.host_tier.lower_leases
 
     def forget_context(self):
-        """What a process that has ended takes along."""
+        """Drop everything that ends with the process."""
         del self.context
         self.prefetches.clear()
         self.shared_kv = {}
@@ -362,7 +362,7 @@ class LowerTierMachine(TieredMachine):
 
 
 class LateTier:
-    """A lower tier that gets on when it is told to, so that the order of things is the test's."""
+    """A lower tier that proceeds on ``run``, so that the test decides the order."""
 
     def __init__(self, tier, fault=nullcontext):
         self.tier, self.fault = tier, fault
@@ -385,7 +385,7 @@ class LateTier:
         return taken
 
     def run(self, count):
-        """The tier gets on by some entries."""
+        """Process some queued entries."""
         for _ in range(min(count, len(self.queue))):
             call, facts, buffer, done = self.queue.popleft()
             with self.fault():
@@ -394,7 +394,7 @@ class LateTier:
                 self.tier.flush()
 
     def remove(self, key):
-        """What waits of it comes to nothing, as in the tier itself."""
+        """Remove an entry and abort its queued jobs, like the tier itself."""
         self.tier.remove(key)
         wrong = [each for each in self.queue if each[1].key == key]
         self.queue = deque(each for each in self.queue if each not in wrong)
@@ -418,7 +418,7 @@ def _failing(call, error):
 
 
 def _short(call, _):
-    """Moves a page at a time, then nothing."""
+    """A call that transfers one page at a time, then nothing."""
     left = [2]
 
     def less(fd, buffers, offset):
@@ -429,7 +429,7 @@ def _short(call, _):
 
 
 def _torn(call, _):
-    """Writes the first page and says that it wrote all."""
+    """A call that writes the first page and reports that it wrote everything."""
 
     def tear(fd, buffers, offset):
         call(fd, [buffers[0][:PAGE_BYTES]], offset)
@@ -451,11 +451,11 @@ DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another file", "an 
 
 
 class DiskMachine(LowerTierMachine):
-    """A host tier of few rows over a disk of few rows, whose contexts come and go.
+    """A host tier of few rows over a disk of few rows, with successive contexts.
 
-    Whatever happens to the disk and its files, and in whatever order: answers are those of runs
-    without a cache, every prefetch comes to an end, no row is held for nobody, and as long as
-    nothing was damaged, what is there is found.
+    For all faults of the disk and its files, in any order: answers equal those of uncached runs,
+    every prefetch ends, no row stays held at the end, and without damage all stored entries are
+    found.
     """
 
     disk_rows = 8, 16
@@ -478,7 +478,7 @@ class DiskMachine(LowerTierMachine):
         self.old_files = {}
 
     def lower_settings(self):
-        """What opens the tiers below host memory."""
+        """Settings of the tiers below host memory."""
         states, blocks = self.disk_rows
         row_bytes = 8192
         return {
@@ -496,7 +496,7 @@ class DiskMachine(LowerTierMachine):
 
     @property
     def late(self):
-        """The lower tier; None without prefix caching."""
+        """The lower tier, or None without prefix caching."""
         tiering = self.context._tiering
         return None if tiering is None else tiering.disk
 
@@ -506,9 +506,9 @@ class DiskMachine(LowerTierMachine):
 
     @contextmanager
     def disk_fault(self):
-        """What goes wrong with the disk during one operation."""
+        """Apply the next fault of the disk during one operation."""
         fault = None
-        with suppress(IndexError):  # there is none, or another rank has it
+        with suppress(IndexError):  # no fault, or another rank has it
             name, make, argument = DISK_FAULTS[self.faults.pop()]
             fault = name, make(CALLS[name], argument)
             self.faults_now.append(fault)
@@ -519,7 +519,7 @@ class DiskMachine(LowerTierMachine):
                 self.faults_now.remove(fault)
 
     def meeting_faults(self, name, call):
-        """What stands for a call of the system: threads of ranks meet faults in any order."""
+        """A replacement for a system call; threads of ranks meet faults in any order."""
 
         def meet(*arguments):
             faults = [fault for of_name, fault in self.faults_now if of_name == name]
@@ -536,14 +536,14 @@ class DiskMachine(LowerTierMachine):
     @precondition(lambda self: self.copies)
     @rule(fault=st.sampled_from([*DISK_FAULTS]), times=st.integers(1, 4))
     def disk_fails(self, fault, times):
-        """At its next operations."""
+        """Make the disk's next operations fail."""
         self.faults = [fault] * times
         self.is_clean = False
 
     @precondition(lambda self: self.copies)
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def time_passes(self, seconds):
-        """Deadlines come, and a disk that rests after errors is asked again."""
+        """Advance the clock: deadlines pass, and a disk suspended after errors is used again."""
         self.clock.now += seconds
 
     @precondition(lambda self: self.copies)
@@ -562,10 +562,10 @@ class DiskMachine(LowerTierMachine):
         files = [store._path_of(entry) for entry in entries]
         if not files or not (path := files[number % len(files)]).exists():
             return
-        if not (content := bytearray(path.read_bytes())):  # damage has left nothing of it before
+        if not (content := bytearray(path.read_bytes())):  # emptied by earlier damage
             return
         first, last = (0, 256) if "header" in how else (PAGE_BYTES, len(content))
-        if how == "a bit" and first >= last:  # it was cut before
+        if how == "a bit" and first >= last:  # cut by earlier damage
             return
         self.is_clean = False
         if how.startswith("a bit"):
@@ -600,7 +600,7 @@ class DiskMachine(LowerTierMachine):
         write_on_use=st.sampled_from([1, 1, 2]),
     )
     def restart(self, is_killed, disk_rows, host_rows, write_on_use):
-        """Another process goes on with the disk; what was queued is written, or it was killed."""
+        """Restart: another process uses the disk, after a clean end or a kill."""
         self.leave(is_killed=is_killed)
         self.disk_rows, self.write_on_use = disk_rows, write_on_use
         self.host_rows = dict(zip(("num_host_blocks", "num_host_states"), host_rows, strict=True))
@@ -636,7 +636,7 @@ class DiskMachine(LowerTierMachine):
         pace=st.sampled_from([9, 9, 0]),
     )
     def round_trip(self, prompts, damages, fault, way, pace):
-        """Down to the disk, what happens there in the meantime, and up again."""
+        """Write entries to the disk, apply faults, and load them."""
         self.ask_all(prompts, pace)
         self.copies.run(99)
         self.context._tiering.poll()
@@ -655,7 +655,7 @@ class DiskMachine(LowerTierMachine):
 
     @invariant()
     def each_copy_below_has_its_row(self):
-        """One row for each entry that is on its way to the lower tier or from it, and none else."""
+        """Exactly one row is held for each entry in transit to or from the lower tier."""
         if not hasattr(self, "context") or not self.copies:
             return
         host, queue = self.context.host_tier, self.late.queue
@@ -667,7 +667,7 @@ class DiskMachine(LowerTierMachine):
 
     @invariant()
     def what_is_below_is_found(self):
-        """As long as nothing was damaged: but what was given up, or found no room."""
+        """Without damage, prefetches are refused only for aborted and missing entries."""
         if self.is_clean:
             for handle in getattr(self, "prefetches", ()):
                 assert set(handle.refusals) <= {Refusal.ABORTED, Refusal.MISSING}

@@ -1,4 +1,4 @@
-"""Tiny random models of every hybrid family in transformers, and runs to compare with."""
+"""Tiny random models of every hybrid family in transformers, and uncached runs of them."""
 
 from __future__ import annotations
 
@@ -150,10 +150,10 @@ _CONFIGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 UNRESUMABLE = ("mamba", "falcon_mamba", "jamba")
-"""Refused: their forwards of several tokens forget the state that they begin with."""
+"""Refused families: forwards of several tokens ignore the initial state."""
 
 UNKNOWN_LAYERS = ("qwen4_exp",)
-"""Their caches keep more of each token than keys and values."""
+"""Families whose caches store more for each token than keys and values."""
 
 FAMILIES = [
     name
@@ -163,7 +163,7 @@ FAMILIES = [
 
 
 def make_model(name: str, seed: int = 0, **settings: object) -> transformers.PreTrainedModel:
-    """A model with the same random weights whenever it is made."""
+    """A model with fixed random weights."""
     config = {**_SMALL, **_CONFIGS[name], **settings}
     model_type = str(config.pop("model_type"))
     torch.manual_seed(seed)
@@ -173,7 +173,7 @@ def make_model(name: str, seed: int = 0, **settings: object) -> transformers.Pre
 
 
 def compute_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the casts to float32 that models of float64 make, by which a last bit is visible."""
+    """Undo the casts to float32 in float64 models, whose rounding would show."""
 
     def in_double(function):
         def cast(*args, **kwargs):
@@ -191,13 +191,13 @@ def compute_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPOSITE = {"qwen3_5": "qwen3_5", "qwen3_5 with experts": "qwen3_5_moe"}
-"""Families that are released with a vision tower, and the type of those checkpoints."""
+"""Families released with a vision tower, and the model type of these checkpoints."""
 
 
 def make_multimodal_model(
     name: str = "qwen3_5", image_token_id: int = 1, **text_settings: object
 ) -> transformers.PreTrainedModel:
-    """One with a vision tower, of which 4 patches of 4 x 4 pixels make a token."""
+    """A model with a vision tower; 4 patches of 4 x 4 pixels give a token."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     settings = make_model(name, **text_settings).config.to_dict()
     settings["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -212,7 +212,7 @@ def make_multimodal_model(
 
 
 def generate_about_an_image(model: transformers.PreTrainedModel) -> None:
-    """Has a multimodal model answer a prompt with an image of 32 x 32 pixels, without a cache."""
+    """Answer a prompt with an image of 32 x 32 pixels, without a cache."""
     ids = torch.tensor([[5, *[1] * 16, 7]])
     model.generate(
         ids,
@@ -225,9 +225,9 @@ def generate_about_an_image(model: transformers.PreTrainedModel) -> None:
 
 
 def make_cache(model: transformers.PreTrainedModel, **settings: object) -> PrefixCache:
-    """A cache with room for all that a test does, unless ``settings`` say otherwise.
+    """A cache with room for a whole test, unless ``settings`` change the sizes.
 
-    What lies in host memory is loaded: the package's clock jumps in tests, so it measures nothing.
+    Entries in host memory are always loaded: speeds measured by a jumping clock mean nothing.
     """
     ample = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
     cache = PrefixCache(model, **{**ample, "segment_tokens": 4 * BLOCK, **settings})
@@ -237,7 +237,7 @@ def make_cache(model: transformers.PreTrainedModel, **settings: object) -> Prefi
 
 
 def budgets(cache: PrefixCache, *, slots: int, blocks: int) -> dict[str, float]:
-    """Budgets that hold just so many, for another cache of the same model."""
+    """Budgets for exactly these numbers, for another cache of the same model."""
     layout = cache._store.layout
     return {
         "mamba_cache_gb": (slots + 0.5) * layout.state_spec.bytes_per_slot / 2**30,
@@ -255,19 +255,19 @@ def join(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def plain(model: transformers.PreTrainedModel, ids: torch.Tensor, **options: object):
-    """What the model generates without a cache."""
+    """Output of the model without a cache."""
     return model.generate(ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
 
 
 def cached(cache: PrefixCache, ids: torch.Tensor, **options: object):
-    """What it generates with one, whose books must hold afterwards."""
+    """Output of the model with a cache; check invariants afterwards."""
     output = cache.generate(ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
     cache.check_invariants()
     return output
 
 
 class Ear:
-    """A streamer that keeps what it hears; it acts at each value, at one, or at the end."""
+    """A streamer that records its values, and acts at each value, at one value, or at the end."""
 
     def __init__(self, act=lambda: None, at: object = None) -> None:
         self.heard, self._act, self._at = [], act, at
@@ -284,19 +284,19 @@ class Ear:
 
 
 def take_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `generate` compute what it can as a batch, as where CUDA graphs are replayed."""
+    """Make `generate` use batches where it can, as with replayed CUDA graphs."""
     monkeypatch.setattr(prefix_cache, "GRAPH_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(Batcher, "replays", lambda *_: True)
 
 
 def num_batched(cache: PrefixCache) -> int:
-    """Calls of `generate` that were computed as a batch; the loop computed the others."""
+    """Calls of `generate` computed as a batch; the loop computed the others."""
     stats = cache.batch_stats()
     return 0 if stats is None else stats.generate_calls
 
 
 def assert_same(expected, actual) -> None:
-    """Tokens are the same, and logits but for rounding."""
+    """Check that tokens are equal, and logits up to rounding."""
     assert torch.equal(actual.sequences, expected.sequences)
     torch.testing.assert_close(
         torch.stack(actual.logits), torch.stack(expected.logits), rtol=0, atol=1e-5
@@ -304,7 +304,7 @@ def assert_same(expected, actual) -> None:
 
 
 def skipped(cache: PrefixCache, run) -> int:
-    """Prompt tokens that ``run()`` did not compute."""
+    """Prompt tokens that ``run()`` skipped."""
     before = cache.stats().skipped_tokens
     run()
     return cache.stats().skipped_tokens - before

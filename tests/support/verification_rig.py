@@ -1,4 +1,4 @@
-"""Hits that are verified: corrupt what one resumed from, and compute it again."""
+"""Verification of hits: take a hit, compute its prefix again, and compare."""
 
 import sys
 from pathlib import Path
@@ -9,17 +9,17 @@ from mamba_cache.reference.engine import compute_prefix
 
 
 def take(context):
-    """Returns the hit that has waited longest to be verified; None if there is none."""
+    """Return the hit that waits longest for its verification, or None."""
     return context._memory.verifier.take()
 
 
 def verify(context, hit):
-    """Computes a hit's prefix with the reference model; returns what differs."""
+    """Compute a hit's prefix with the reference model; return the differences."""
     return context._memory.verifier.judge(hit, compute_prefix(MODEL, context, hit))
 
 
 def files_called(call):
-    """Files of the package whose functions a call runs."""
+    """Names of the files whose functions a call runs."""
     files = set()
 
     def profile(frame, event, _):

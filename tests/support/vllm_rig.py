@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU, over tiny random models of three families, and steps for it to serve."""
+"""A real vLLM on the CPU with tiny random models of three families, and requests for it."""
 
 import contextlib
 import gc
@@ -10,12 +10,12 @@ from unittest import mock
 
 os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # so that tests can look into the engine
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # so that tests can inspect the engine
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
 )
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM's own imports
+    warnings.simplefilter("ignore")  # about vLLM's imports
     import torch
     import transformers
     from vllm import LLM, SamplingParams
@@ -74,15 +74,15 @@ def qwen3_next(vocabulary):
 
 
 MODELS = {"granite": granite, "nemotron": nemotron, "qwen3_next": qwen3_next}
-DTYPES = {"qwen3_next": "bfloat16"}  # vLLM's kernels for its layers on the CPU take no other
+DTYPES = {"qwen3_next": "bfloat16"}  # required by vLLM's CPU kernels for its layers
 
 
 def save_model(name, folder, counts=False):
-    """Writes a random model whose states matter far back.
+    """Save a random model whose states depend on distant tokens.
 
-    One that ``counts`` often says the number after the token that it read, so that drafts fit. It
-    knows few tokens: vLLM's layers on a CPU without AMX cannot take fewer drafts than before, so
-    that each token must have been followed by others.
+    A model that ``counts`` often answers the successor of a token, so that drafts are right. Its
+    vocabulary is small: vLLM's layers on a CPU without AMX cannot take fewer drafts than before, so
+    each token must have occurred before with a continuation.
     """
     torch.manual_seed(1)
     model = MODELS[name](FEW if counts else VOCABULARY).float()
@@ -102,12 +102,12 @@ def save_model(name, folder, counts=False):
 
 
 def _keep_kernel_overrides():
-    """Lets vLLM look for its kernels in all modules once: it stumbles over those of numba."""
+    """Let vLLM search all modules for kernels only once: it fails on numba's modules."""
     type(current_platform).register_triton_kernel_overrides = lambda *_: None
 
 
 def without_checkpoints_in_prefills(monkeypatch):
-    """On the CPU vLLM 0.32 looks for a state inside a prefill of Mamba2 at a wrong index."""
+    """Turn off checkpoints inside prefills: vLLM 0.32 on the CPU reads them at a wrong index."""
     if "get_kv_cache_spec" in vars(MambaMixer2):
         monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
@@ -127,7 +127,7 @@ COPIES = {
 
 @contextlib.contextmanager
 def patched():
-    """Puts this package's copies in the place of vLLM's, for engines made in the ``with`` block."""
+    """Replace vLLM's copies by this package's, for engines created in the ``with`` block."""
     with contextlib.ExitStack() as stack:
         for module, names in COPIES.items():
             for name in names:
@@ -138,14 +138,14 @@ def patched():
 
 @dataclass
 class Answers:
-    """What an engine said: of each request the tokens, and how many of its prompt it found."""
+    """Answers of an engine: tokens and cached prompt tokens of each request."""
 
     tokens: dict = field(default_factory=dict)
     cached: dict = field(default_factory=dict)
 
 
 class Engine:
-    """An engine over a saved model; ends with the ``with`` block."""
+    """An engine with a saved model; it ends with the ``with`` block."""
 
     def __init__(self, folder, name, **options):
         defaults = {
@@ -179,12 +179,12 @@ class Engine:
         return worker.model_runner
 
     def counted(self, name):
-        """Returns one of vLLM's own counters."""
+        """Return one of vLLM's counters."""
         counters = [m for m in self.llm.get_metrics() if isinstance(m, Counter)]
         return sum(m.value for m in counters if m.name == f"vllm:{name}")
 
     def ask(self, title, *prompts, num_tokens=12):
-        """Lets one batch of prompts be answered, greedily."""
+        """Answer one batch of prompts greedily."""
         sampling = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
@@ -205,7 +205,7 @@ def random_tokens(count, seed):
 
 
 def serve(engine):
-    """Asks cold, hit, branch and mixed; then more at once than a ``TIGHT`` engine has room for."""
+    """Run cold, hit, branch and mixed prompts; then more than a ``TIGHT`` engine has room for."""
     block = engine.cache_config.block_size
     first = random_tokens(2 * block + 70, 1)
     engine.ask("cold", first)
@@ -220,11 +220,11 @@ def serve(engine):
 
 
 TIGHT = {"num_gpu_blocks_override": 22}
-"""Room for one request of the longest allowed, and for seven of one block that needs another."""
+"""Room for one request of maximum length, or for seven requests that grow to two blocks."""
 
 
 def serve_drafts(engine):
-    """Asks for answers that cross the ends of columns, of prompts that predict them in part."""
+    """Run prompts that partly predict their answers; answers cross the ends of columns."""
     block = engine.cache_config.block_size
     numbers = [place % FEW for place in range(2 * block)]
     engine.ask("cold", numbers[: block - 9], num_tokens=24)

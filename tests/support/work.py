@@ -1,4 +1,4 @@
-"""How much work a call is, counted instead of timed: the same on a machine that is busy."""
+"""The work of a call, counted instead of timed, so that a busy machine changes nothing."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ PACKAGE = str(Path(mamba_cache.__file__).parent) + os.sep
 
 
 def lines_executed(call: Callable[[], object]) -> int:
-    """Lines of the package that a call executes: what a loop over its input multiplies."""
+    """Lines of the package that a call executes; a loop over its input multiplies them."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
