@@ -1,7 +1,7 @@
 """Model shapes: specs of a model's state and KV cache, read from a cache that the model fills.
 
 The model of a configuration is built on the meta device, where tensors have shapes but no memory,
-and computes a few tokens. There is no list of model families: any model of transformers works.
+and computes a few tokens. There is no list of families: transformers builds the models.
 """
 
 from __future__ import annotations

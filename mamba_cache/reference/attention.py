@@ -35,7 +35,7 @@ class AttentionLayer:
     def __call__(
         self, hidden: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
     ) -> Tensor:
-        """Attend from every packed token, [num_tokens, hidden_size], to its own prefix."""
+        """Attend from every packed token, [num_tokens, hidden_size], to its prefix."""
         config, metadata = self.config, batch.metadata
         heads, kv_heads = config.num_attention_heads, config.num_kv_heads
         projected = F.linear(hidden, self.qkv_proj)

@@ -464,7 +464,7 @@ class Engine:
                 self._scheduler.remove(request.key)
 
     def _end_of(self, request: _EngineRequest, token: int | None) -> Completion | None:
-        """Return the result of a request if this token ends it; None as a token: it failed."""
+        """Return the result of a request if this token ends it; None means a failed request."""
         num_prompt, sampling = len(request.prepared.tokens), request.sampling
         # The last token exceeds the maximum, so it cannot be computed.
         is_too_long = num_prompt + request.num_delivered > self.context.config.max_sequence_length

@@ -17,7 +17,7 @@ EventMode = Literal["resident", "reachable"]
 _ExtraKeys: TypeAlias = "tuple[Any, ...] | None"
 
 KVEvent: TypeAlias = "dict[str, Any]"
-"""An event as vLLM's own classes encode it."""
+"""An event as vLLM's classes encode it."""
 
 CLEARED: KVEvent = {"type": "AllBlocksCleared"}
 """All blocks and states of all groups are removed."""
@@ -169,7 +169,7 @@ class EventView:
             self._drop_use(block)
 
     def _add_use(self, block: _Block) -> None:
-        """Count a use of a block; the first use announces the block and those before it."""
+        """Count a use of a block; the first use announces the block and all blocks before it."""
         path: list[_Block] = []
         above: _Block | None = block
         while above is not None:

@@ -281,7 +281,7 @@ def stage(buffers: Sequence[HostDeviceBuffer], arrays: Sequence[Sequence[int] | 
                 f"the buffer holds {len(buffer.np)} entries, got {len(values)}"
             )
     for buffer, values in zip(buffers, arrays, strict=True):
-        wait = getattr(buffer, "wait", None)  # An engine's own buffer may have none.
+        wait = getattr(buffer, "wait", None)  # An engine's buffer class may have no ``wait``.
         if wait is not None:
             wait()
         buffer.np[: len(values)] = values

@@ -137,7 +137,7 @@ class MambaHybridModelState:
             self._table = table
 
     def add_request(self, req_index: int, new_req_data: RequestState) -> None:
-        """Assign slot ``req_index`` to a request; a state holds its computed tokens.
+        """Assign slot ``req_index`` to a request; its computed tokens must have a state.
 
         Raises:
             InvalidArgumentError: There is no such slot. Nothing was changed.
@@ -148,7 +148,7 @@ class MambaHybridModelState:
             )
         self.num_accepted_tokens_gpu[req_index].fill_(1)
         if self._is_aligned:
-            # A Mamba column may have other tokens than an attention block.
+            # In Mamba columns, whose size may differ from that of attention blocks.
             column = (new_req_data.num_computed_tokens - 1) // self._block_size
             self._mamba_state_idx_gpu[req_index].fill_(column)
             self._mamba_src_col_gpu[req_index].fill_(-1)

@@ -1,4 +1,4 @@
-"""Attention metadata of Mamba2 layers, built from an engine's own batch metadata."""
+"""Attention metadata of Mamba2 layers, built from an engine's batch metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Mamba2AttentionMetadata:
         num_decodes: Requests before the prefills.
         num_decode_tokens: Tokens of the decodes.
         num_reqs: All requests.
-        has_initial_states_p: [num_prefills] bool: prefills with tokens computed before the batch.
+        has_initial_states_p: [num_prefills] bool: whether tokens were computed before the batch.
         query_start_loc_p: [num_prefills + 1], first token of each prefill, counted from the first.
         num_computed_tokens_p: [num_prefills], tokens before the batch.
         state_indices_tensor: The state blocks of each request: in "all" mode its row of the block

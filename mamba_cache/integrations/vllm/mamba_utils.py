@@ -149,8 +149,8 @@ class MambaSpecDecodeGPUContext(StateTable):
         num_accepted_tokens_out: [max_num_reqs] int32 on the device: accepted counts after
             ``run_fused_postprocess``.
         index_tables: The block tables that ``compute_aligned_state_indices`` reads, in batch order.
-        aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: its last
-            result. The address is fixed, so CUDA graphs may read this tensor.
+        aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: last result
+            of ``compute_aligned_state_indices``. Its address is fixed, for CUDA graphs.
         postcopy_bufs: Staged inputs of ``run_fused_postprocess``, [max_num_reqs] int32 each:
             running columns, scheduled and computed tokens, and drafts.
         precopy_bufs: Staged inputs of ``run_fused_precopy``: running columns, columns to copy
@@ -336,7 +336,7 @@ class MambaBuffers:
         device: torch.device | str,
         with_postprocess_align: bool,
     ) -> MambaBuffers:
-        """Create the buffers; ``with_postprocess_align`` adds those to plan on the device.
+        """Create the buffers; ``with_postprocess_align`` adds those of the device's plans.
 
         Raises:
             InvalidArgumentError: There is no Mamba group, or two are scheduled differently.

@@ -40,13 +40,13 @@ class _Prefix:
 
     name: bytes
     parent: _Prefix | None
-    depth: int  # chunks
+    depth: int  # in chunks
     hash_id: int  # of the prefix in the tree of candidates
     num_children: int = 0
     needed: set[_Prefix] = field(default_factory=set)  # children with needs
     num_chunks: int = 0
     num_needs: int = 0  # needed children, kept state, running requests that end here
-    candidate: int = NO_CANDIDATE  # of the kept state
+    candidate: int = NO_CANDIDATE  # node of the kept state
     room: int = 1  # chunks that only the kept state needs, as last counted
 
 
@@ -86,7 +86,7 @@ class ValuePolicy:
         # Chunks without value that no transfer reads, in the order of eviction.
         self._worthless: OrderedDict[bytes, None] = OrderedDict()
         self._running: dict[str, _Request] = {}
-        self._last: _Request | None = None  # offered chunks last
+        self._last: _Request | None = None  # request of the last offer
         self._num_seen = Counter[bytes]()  # chunks of requests by cache group
         self._dense: tuple[bytes, ...] = ()  # groups of attention
         self._sparse: tuple[bytes, ...] = ()  # groups of states
@@ -208,7 +208,7 @@ class ValuePolicy:
         return False
 
     def _demote(self, num_needed: int, limit: float) -> bool:
-        """Drop states below a value until enough chunks are worthless; undo this if too few are."""
+        """Drop states below a value until enough chunks are worthless; if too few are, undo."""
         demoted: list[tuple[_Prefix, int]] = []
         while len(self._worthless) < num_needed:
             lowest = self._lowest(limit)
@@ -363,7 +363,7 @@ class ValuePolicy:
                 prefix.num_children -= 1
 
     def _density(self, prefix: _Prefix) -> float:
-        """Return the value of a state per chunk that only it needs."""
+        """Return the value of a state per chunk that only this state needs."""
         num_alone = 0
         if not prefix.needed:
             num_alone, above = 1, prefix.parent
