@@ -1,4 +1,4 @@
-"""The index of cached prefixes over the pool of KV blocks: which is where, which goes first."""
+"""The pool of KV blocks: reference counts, the tree of cached prefixes, and eviction order."""
 
 from __future__ import annotations
 
@@ -36,54 +36,54 @@ if TYPE_CHECKING:
 __all__ = ["BYTES_PER_BLOCK", "KVBlockAllocator"]
 
 _FEW = 8
-"""Up to so many blocks, a loop over them costs less than arithmetic with whole arrays."""
+"""Maximum number of blocks for which a loop is faster than whole-array arithmetic."""
 
 BYTES_PER_BLOCK = 52
-"""What the arrays take for each block."""
+"""Size of the arrays' items for one block."""
 
 _LAST_RESORT = 1 << 62
-"""Added to a timestamp, so that a block goes after all to whose timestamps it was not added."""
+"""Added to the timestamp of a block that is to be evicted after all others."""
 
 
 class KVBlockAllocator:
-    """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
+    """A pool of KV blocks with reference counts; cached blocks are found by their hash.
 
     A block is *free*, *used* (its reference count is positive) or *cached* (without references, but
-    registered under a hash, so that a later request can take it up). A registered block is a node
-    of a tree: its parent is the block before it. A child without its parent could never be matched,
-    so whatever lies below a block that is deregistered is deregistered with it.
+    registered under a hash, so that a later request can use it again). A registered block is a node
+    of a tree: its parent is the block before it. A child without its parent could not be matched,
+    so deregistering a block deregisters all its descendants.
 
-    Cached blocks are evicted to make room, the least recently used first, but no parent before its
-    children. Only when nothing else is left does a parent go whose children are used: by a request
-    that computed the parent's tokens too, into a block of its own.
+    Cached blocks are evicted to make room: least recently used first, children before their parent.
+    A parent with used children is evicted last. Such a child belongs to a request that computed the
+    parent's tokens into a private block.
 
-    "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
-    costs as much as the blocks it names, times the logarithm of the number of cached blocks.
+    Recency is counted in calls, not seconds, so equal calls always give equal blocks. A call with k
+    blocks takes O(k log n) time for n cached blocks.
 
-    After an exception of another package in the middle of a change, every call raises
-    ``PoisonedError`` until ``reset``: that of the context, if the blocks are a part of one.
+    After an exception of another package during a change, every call raises ``PoisonedError`` until
+    ``reset``, which is the context's ``reset`` if the blocks belong to a context.
 
     Args:
-        pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
-            to: it is never handed out and cannot be given back.
-        eviction_policy: LRU keeps cached blocks; REF_ZERO forgets a block when its last
-            reference goes.
+        pool_size: Number of blocks in the pool, >= 2. The last one is the dummy block, which
+            padding refers to: it is never allocated and cannot be released.
+        eviction_policy: LRU keeps cached blocks; REF_ZERO deregisters a block when its last
+            reference is released.
         enable_prefix_caching: If False, no block is ever registered or found.
-        as_tensor: Makes what the three arrays are exposed as, such as ``torch.from_numpy``. It
-            must share their memory.
+        as_tensor: Converts the three public arrays, such as ``torch.from_numpy``. The result must
+            share their memory.
 
     Attributes:
         pool_size: As given.
         dummy_block_id: ``pool_size - 1``.
         block_ref_counts: [pool_size] int32, CPU. References to each block. Read only.
-        block_timestamps: [pool_size] int64, CPU. The call that last took, retained or released
+        block_timestamps: [pool_size] int64, CPU. The call that last allocated, retained or released
             each block. Read only.
         block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
             for none. Read only.
-        listeners: They get ``Stored`` and ``Removed`` for blocks. Slots over the blocks share them.
-        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
+        listeners: Receivers of ``Stored`` and ``Removed`` for blocks, and for slots over them.
+        before_reset: Called first by ``reset``, which a user of the blocks can refuse by raising;
             or None.
-        evicted_blocks_total: Cached blocks evicted to make room.
+        evicted_blocks_total: Number of cached blocks evicted to make room.
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
@@ -109,13 +109,13 @@ class KVBlockAllocator:
         self._guard = CallGuard(self)
         self._find_slots: Callable[[], SlotPool | None] = lambda: None
         self._follows_states = False
-        # The cached blocks without cached children; those with used ones go last. Where states are
-        # followed, blocks that have one are missing: see ``_evict``.
+        # Cached blocks without cached children; blocks with used children are evicted last. If
+        # states are followed, blocks with a state may be missing: see ``_evict``.
         self._leaves = EvictionQueue()
         self._timestamps = np.empty(self.pool_size, np.int64)
         # The node of each registered block. A block at a sequence's start is a child of the dummy
-        # block; children are a linked list, the newest first. -1 ends it.
-        self._hashes = np.empty(self.pool_size, np.int64)  # NONE for a block without one
+        # block. Children are a linked list, newest first, that -1 ends.
+        self._hashes = np.empty(self.pool_size, np.int64)  # NONE for an unregistered block
         self._digests = np.empty(self.pool_size, object)
         links = np.empty((4, self.pool_size), np.int32)
         self._parents, self._first_children, self._next, self._previous = links
@@ -135,7 +135,7 @@ class KVBlockAllocator:
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: it is used with the other parts."""
+        """Use ``guard``, which the blocks then share with other objects."""
         self._guard = guard
 
     def _clear(self) -> None:
@@ -146,7 +146,7 @@ class KVBlockAllocator:
         self._first_child_at[self.dummy_block_id] = NONE
         self._cached_children_at[self.dummy_block_id] = 0
         self._rows.clear()
-        self._rows.free[:] = np.arange(self.dummy_block_id)[::-1]  # the lower ids first
+        self._rows.free[:] = np.arange(self.dummy_block_id)[::-1]  # lower ids are taken first
         self._leaves.clear()
         self._num_cached = 0
         self._clock = 0
@@ -154,53 +154,53 @@ class KVBlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that are neither used nor cached."""
+        """Number of blocks that are neither used nor cached."""
         return self._rows.num_free
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks without references that are registered under a hash."""
+        """Number of blocks without references that are registered under a hash."""
         return self._num_cached
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks with references."""
+        """Number of blocks with references."""
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
 
     def attach_slots(self, slots: SlotPool) -> None:
         """Free the slots of blocks whenever the blocks are deregistered; ``SlotPool`` calls it.
 
-        Only a weak reference is kept. Slots attached earlier are forgotten. If their policy knows
-        prompts, blocks with states are evicted after those without, in the order of their worth.
+        Only a weak reference is kept, and only to the slots attached last. If their policy uses
+        prompts, blocks with states are evicted after blocks without, in the order of their worth.
         """
-        if self._follows_states:  # blocks whose states the former ones had are not queued
+        if self._follows_states:  # blocks that had states in the former slots are not queued
             self._offer(np.arange(self.dummy_block_id))
         self._find_slots = ref(slots)
         self._follows_states = slots.prompt_policy is not None
 
     @guarded(nests=True)
     def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
-        """Take blocks, with one reference to each: free ones first, then evicted ones.
+        """Allocate blocks with one reference each: free blocks first, then evicted blocks.
 
         Raises:
             InvalidArgumentError: ``num_blocks`` is not an int >= 0.
-            BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
+            BlockCapacityError: Too few blocks are free or evictable; nothing is changed.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
         self._guard.is_changing = True
         return self.take(num_blocks)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Do what ``allocate_memory_blocks`` does, for a context, which holds the guard.
+        """Do what ``allocate_memory_blocks`` does, for a context that holds the guard.
 
         Raises:
-            BlockCapacityError: As there.
+            BlockCapacityError: Too few blocks are free or evictable; nothing is changed.
         """
         num_short = num_blocks - self._rows.num_free
         if num_short > self._num_cached:
             raise BlockCapacityError(num_blocks, self._rows.num_free + self._num_cached)
         if num_short > 0:
-            # If a listener raises, the victims are free and nothing was taken: no block leaks.
+            # No block leaks if a listener raises: the victims are free, and none was taken.
             self._evict(num_short)
         blocks = self._rows.take(num_blocks)[::-1]
         self._touch(blocks)
@@ -219,7 +219,7 @@ class KVBlockAllocator:
         self.hold(blocks)
 
     def hold(self, blocks: RowIds) -> None:
-        """Do what ``retain_memory_blocks`` does, for a context, which holds the guard."""
+        """Do what ``retain_memory_blocks`` does, for a context that holds the guard."""
         reused = self._rows.hold(blocks)
         self._touch(blocks)
         if len(reused):
@@ -229,20 +229,20 @@ class KVBlockAllocator:
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give back one reference to each block; a block named twice loses two.
+        """Release one reference to each block; a block named twice loses two.
 
-        A block whose last reference goes becomes cached if it is registered, else free.
+        A block without references is cached if it is registered, else free.
 
         Raises:
             UnknownBlockError: A block id is out of range; nothing is changed.
-            DoubleFreeError: A block has fewer references than are given back; nothing is changed.
+            DoubleFreeError: A block has fewer references than are released; nothing is changed.
         """
         blocks = self._checked(block_ids)
         self._guard.is_changing = True
         self.release(blocks)
 
     def release(self, blocks: RowIds) -> None:
-        """Do what ``release_memory_blocks`` does, for a context, which holds the guard."""
+        """Do what ``release_memory_blocks`` does, for a context that holds the guard."""
         cached = self._rows.release(blocks)
         self._touch(blocks)
         if not len(cached):
@@ -254,7 +254,7 @@ class KVBlockAllocator:
             self._deregister(cached.tolist())
 
     def _touch(self, blocks: RowIds) -> None:
-        """Note that blocks are used now."""
+        """Set the timestamps of blocks to now."""
         self._clock += 1
         self._timestamps[blocks] = self._clock
 
@@ -269,26 +269,25 @@ class KVBlockAllocator:
     ) -> list[int | None]:
         """Make consecutive blocks of one sequence findable by their hashes.
 
-        Call it once what fills the blocks has been enqueued. Doing so again changes nothing.
+        Call this when the work that fills the blocks is enqueued. A repeated call changes nothing.
 
         Args:
-            block_ids: Blocks that are used, or cached under the very same hash.
-            block_hashes: One hash each.
+            block_ids: Blocks that are used, or cached under the same hash.
+            block_hashes: Hash of each block.
             parent_digest: Digest of the block before the first one; None at a sequence's start.
-            tokens: What the blocks hold, equally many in each, for listeners; of any kind that
-                ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
+            tokens: Tokens of the blocks for listeners, equally many in each block, of any type that
+                ``compute_block_hashes`` takes. Only needed if ``listeners.wants(Stored)``.
 
         Returns:
-            For each block the one that now stands for its hash: itself; or another that was
-            registered earlier, in which case this one stays private. None if it cannot be found:
-            the block before it is not registered, its digest is that of another prefix, or prefix
-            caching is off.
+            For each block the block that is registered under its hash: the block itself; or another
+            one that was registered earlier, then this block stays private; or None, if the block
+            before is not registered, the digest belongs to another prefix, or caching is disabled.
 
         Raises:
             InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes``,
                 ``parent_digest`` is not ``bytes``, or the tokens are no ids or not equally many.
             UnknownBlockError: A block is free or out of range.
-            HashConflictError: A block carries another hash already, or is named twice with two.
+            HashConflictError: A block has another hash already, or is named with two hashes.
         """
         blocks = self._checked(block_ids)
         ids: list[int] = blocks.tolist()
@@ -313,9 +312,9 @@ class KVBlockAllocator:
         tokens: npt.NDArray[np.int32] | None = None,
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[int | None]:
-        """Do what ``register_kv_block_hashes`` does, but do not tell listeners yet.
+        """Do what ``register_kv_block_hashes`` does, but only queue the events.
 
-        For a context, which holds the guard: its blocks are used, and carry no other digests.
+        For a context that holds the guard: its blocks are used, and have no other digests.
         """
         block_of, count = self._block_of, len(block_ids)
         parent = self.dummy_block_id
@@ -325,8 +324,8 @@ class KVBlockAllocator:
             return [None] * count
         holders = self.find_prefix(digests)
         start = end = len(holders)
-        # All below a block go with it, so no known block follows a new one. A digest that is known,
-        # then, is a forged one (xxh3_128), and what follows it cannot be matched.
+        # Descendants are deregistered with a block, so no known block follows a new one. A digest
+        # that is known here is forged (xxh3_128), and the blocks after it cannot be matched.
         while end < count and digests[end] not in block_of:
             block_of[digests[end]] = block_ids[end]
             end += 1
@@ -338,7 +337,7 @@ class KVBlockAllocator:
                 told: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
                     told["extra_keys"] = tuple(extra_keys[added])
-                if tokens is not None:  # as they are now
+                if tokens is not None:  # copied: the caller may overwrite them
                     size = len(tokens) // count
                     own = tokens[start * size : end * size].copy()
                     told |= {"tokens": own, "block_size_tokens": size}
@@ -350,17 +349,18 @@ class KVBlockAllocator:
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
         """Return the longest run of registered blocks from the start of ``hashes``.
 
-        A match is only safe from eviction once it is retained.
+        Retain the blocks to keep them from eviction.
 
         Raises:
-            InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
+            InvalidArgumentError: ``hashes`` is not a ``BlockHashes``; hash ids alone do not prove
+                that contents are equal.
         """
         return self.find_prefix(_check_hashes(hashes).digests)
 
     def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Do what ``match_prefix`` does, for a context, which holds the guard."""
+        """Do what ``match_prefix`` does, for a context that holds the guard."""
         found = map(self._block_of.get, digests)
-        return list(iter(found.__next__, None))  # up to the first that is not there
+        return list(iter(found.__next__, None))  # up to the first unregistered digest
 
     @query
     def find_block(self, digest: bytes) -> int | None:
@@ -373,9 +373,9 @@ class KVBlockAllocator:
 
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, with all that lies below them: cached ones become free.
+        """Make blocks and their descendants unfindable.
 
-        Used ones merely lose their hash. Blocks without a hash are left alone.
+        Cached blocks become free. Used blocks only lose their hash.
 
         Raises:
             UnknownBlockError: A block id is out of range; nothing is changed.
@@ -387,10 +387,10 @@ class KVBlockAllocator:
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
-        """Return to the initial state: references are dropped and every block is free.
+        """Return to the initial state: every block is free and has no references.
 
-        Listeners stay, and get the blocks that were registered. In a context it is refused with
-        ``StepOrderError`` while requests hold blocks.
+        Listeners stay, and get one ``Removed`` for all registered blocks. In a context the call
+        raises ``StepOrderError`` while requests or pins hold blocks.
         """
         if self.before_reset is not None:
             self.before_reset()
@@ -401,15 +401,15 @@ class KVBlockAllocator:
             self.listeners.put(Removed("block", block_ids, digests, is_reset=True))
 
     def _checked(self, block_ids: Iterable[int]) -> RowIds:
-        """Read block ids; the dummy block, which is the last one, is none of them."""
+        """Return checked block ids; the dummy block is out of range."""
         return as_rows(as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError))
 
-    # Registration. What follows trusts its arguments, and that the guard knows of the change.
+    # Registration. The methods below trust their arguments, and that the guard has the change.
 
     def _add_chain(
         self, block_ids: list[int], digests: Sequence[bytes], hash_ids: Sequence[int], parent: int
     ) -> None:
-        """Make different blocks without hashes nodes, each below the one before it."""
+        """Make unregistered blocks a chain of nodes below ``parent``."""
         if len(block_ids) <= _FEW:
             for block_id, digest, hash_id in zip(block_ids, digests, hash_ids, strict=True):
                 self.hash_at[block_id], self._digests[block_id] = hash_id, digest
@@ -426,7 +426,7 @@ class KVBlockAllocator:
         self._attach(block_ids[0], parent)
 
     def _attach(self, block_id: int, parent: int) -> None:
-        """Make a used block the first child of its parent, which goes as a last resort then."""
+        """Make a used block the first child of its parent, which is then evicted last."""
         following = self._first_child_at[parent]
         self._parent_at[block_id], self._first_child_at[parent] = parent, block_id
         self._next_at[block_id], self._previous_at[block_id] = following, NONE
@@ -438,22 +438,22 @@ class KVBlockAllocator:
     # Eviction.
 
     def offer_for_eviction(self, block_ids: Sequence[int]) -> None:
-        """Reconsider blocks that lost their states; ``SlotPool`` calls it."""
+        """Queue blocks that lost their states, where they are evictable; ``SlotPool`` calls it."""
         if self._follows_states:
             self._offer(block_ids)
 
     def _offer(self, blocks: RowIds | Sequence[int]) -> None:
-        """Queue those of some blocks that are cached, and none of whose children are."""
+        """Queue the blocks that are cached and have no cached children."""
         for block_id in self._leaves_of(blocks):
             self._leaves.push(block_id, self._priority_of(block_id))
 
     def _priority_of(self, block_id: int) -> int:
-        """Return when a cached block is to go, none of whose children are cached."""
-        has_children = self._first_child_at[block_id] != NONE  # which are all used
+        """Return the eviction priority of a cached block without cached children."""
+        has_children = self._first_child_at[block_id] != NONE  # used children only
         return self._used_at[block_id] + (_LAST_RESORT if has_children else 0)
 
     def _leaves_of(self, blocks: npt.NDArray[Any] | Sequence[int]) -> list[int]:
-        """Return those of [n] blocks that are cached, and none of whose children are."""
+        """Return the blocks, of [n] given, that are cached and have no cached children."""
         if len(blocks) > _FEW:
             blocks = np.asarray(blocks)
             uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
@@ -463,7 +463,7 @@ class KVBlockAllocator:
         return [b for b in ids if not refs[b] and not children[b] and hashes[b] != NONE]
 
     def _count_cached(self, blocks: RowIds, step: int) -> RowIds:
-        """Count registered blocks that are cached now, or no more, at their parents."""
+        """Add ``step`` to the parents' counts of cached children; return the parents."""
         parents = self._parents[blocks].astype(np.intp)
         if len(parents) > _FEW:
             add_at(self._num_cached_children, parents, step)
@@ -473,13 +473,13 @@ class KVBlockAllocator:
         return parents
 
     def _evict(self, num_blocks: int) -> None:
-        """Free as many cached blocks, of which there are enough, and tell listeners.
+        """Evict cached blocks, of which there are enough, and notify listeners.
 
-        Where states are followed, blocks without a state go first, by recency: no state lies below
-        a leaf, so nothing is lost with them. Then the slots choose which state is evicted.
+        If states are followed, blocks without a state are evicted first, by recency. These are
+        leaves, so no state is lost with them. Then the slots' policy chooses the state to evict.
         """
         slots = self._find_slots() if self._follows_states else None
-        if self._follows_states and slots is None:  # they are gone, and so are the states
+        if self._follows_states and slots is None:  # the slots were deleted, with their states
             self._follows_states = False
             self._offer(np.arange(self.dummy_block_id))
         victims: list[int] = []
@@ -490,11 +490,11 @@ class KVBlockAllocator:
                 block_id, priority = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
                 leaf = None
                 if slots is not None and slots.slot_of(block_id) >= 0:
-                    continue  # the slots know of it
+                    continue  # slots.free_cheapest finds it
             if slots is not None and priority >= _LAST_RESORT:
                 chosen = slots.free_cheapest(self._leaves_of)
                 if chosen is not None:
-                    self._leaves.discard([chosen])  # it was queued when its state went
+                    self._leaves.discard([chosen])  # freeing the state has queued the block
                     if block_id != NONE:
                         self._leaves.push(block_id, priority)
                     block_id = chosen
@@ -509,7 +509,7 @@ class KVBlockAllocator:
         self.listeners.tell()
 
     def _detach(self, block_id: int) -> int:
-        """Take a registered block from its parent's children; return the parent."""
+        """Remove a registered block from its parent's children; return the parent."""
         parent = self._parent_at[block_id]
         before, after = self._previous_at[block_id], self._next_at[block_id]
         if before == NONE:
@@ -523,14 +523,14 @@ class KVBlockAllocator:
         return parent
 
     def _deregister(self, block_ids: list[int]) -> None:
-        """Make registered blocks unfindable, with all that lies below them, and tell listeners."""
+        """Make registered blocks and their descendants unfindable, and notify listeners."""
         parents = [self._detach(block_id) for block_id in block_ids]
         self._forget(block_ids)
         self._offer(parents)
         self.listeners.tell()
 
     def _forget(self, block_ids: list[int]) -> int:
-        """Make detached blocks unfindable, with all below them; return how many are free now."""
+        """Make detached blocks and descendants unfindable; return the number that became free."""
         block_ids = list(block_ids)
         for block_id in block_ids:  # grows in the loop
             child = self._first_child_at[block_id]
@@ -549,7 +549,7 @@ class KVBlockAllocator:
         refs = self._rows.refs[blocks].tolist()
         cached = [block_id for block_id, count in zip(block_ids, refs, strict=True) if not count]
         self._num_cached -= len(cached)
-        self._rows.push(cached[::-1])  # so that they are taken in this order
+        self._rows.push(cached[::-1])  # reversed: the stack then yields them in this order
         return len(cached)
 
     def _free_states(self, block_ids: Sequence[int]) -> None:
@@ -558,10 +558,10 @@ class KVBlockAllocator:
             slots.free_states(block_ids)
 
     def check_invariants(self) -> None:
-        """Check all bookkeeping against itself, in O(pool_size).
+        """Check that all bookkeeping agrees, in O(pool_size).
 
         Raises:
-            InvariantError: Something contradicts something else: a bug in this package.
+            InvariantError: Two records contradict each other: a bug in this package.
         """
         registered = self._block_of.values()
         cached = {block_id for block_id in registered if not self._refs_at[block_id]}
@@ -580,7 +580,7 @@ class KVBlockAllocator:
         require_all(statements | self._rows.statements())
 
     def _agrees_with_parents(self, cached: set[int]) -> bool:
-        """Say whether the lists of children, and the counts of cached ones, follow from parents."""
+        """Return whether lists of children and counts of cached children match the parents."""
         found = {}
         for parent in [self.dummy_block_id, *self._block_of.values()]:
             child, before, num_cached = self._first_child_at[parent], NONE, 0
@@ -593,7 +593,7 @@ class KVBlockAllocator:
         return found == {block: self._parent_at[block] for block in self._block_of.values()}
 
     def _agrees_with_hashes(self) -> bool:
-        """Say whether both directions, from hash to block and from block to hash, say the same."""
+        """Return whether the maps from hash to block and from block to hash agree."""
         with_hash = np.flatnonzero(self._hashes != NONE).tolist()
         by_block = {self._digests[block_id]: block_id for block_id in with_hash}
         return by_block == self._block_of and all(
@@ -602,7 +602,7 @@ class KVBlockAllocator:
 
 
 def _check_registration(block_ids: list[int], block_hashes: BlockHashes, tokens: Any) -> Any:
-    """Check what is to be registered; return the tokens."""
+    """Check the arguments of a registration; return the tokens as an array."""
     if len(block_ids) != len(_check_hashes(block_hashes)):
         raise InvalidArgumentError(
             "block_ids and block_hashes must be of one length, "
@@ -621,7 +621,7 @@ def _check_registration(block_ids: list[int], block_hashes: BlockHashes, tokens:
 def _check_carried_digests(
     block_ids: list[int], own: list[bytes | None], digests: Sequence[bytes]
 ) -> None:
-    """Check that no block would get a second digest beside its ``own``."""
+    """Check that no block would get a second digest besides its ``own``."""
     if own.count(None) == len(own) == len(set(block_ids)):
         return
     carried: dict[int, bytes] = {}
@@ -635,7 +635,7 @@ def _check_carried_digests(
 
 
 def _check_hashes(hashes: object) -> BlockHashes:
-    """Return what a caller gives as hashes, if they bring digests along."""
+    """Return ``hashes`` if it is a ``BlockHashes``, which has digests."""
     if not isinstance(hashes, BlockHashes):
         raise InvalidArgumentError(f"hashes must be a BlockHashes, got {type(hashes).__name__}")
     return hashes
