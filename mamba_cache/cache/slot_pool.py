@@ -1,4 +1,4 @@
-"""The pool of slots: which block has which slot, and which goes next."""
+"""The pool of slots: the slot of each block, reservations, pins, and eviction."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from mamba_cache.protocols import KVBlockView
 __all__ = ["SlotLease", "SlotPool", "check_same_length"]
 
 _BYTES_PER_SLOT = 20
-"""What the tables take for each slot."""
+"""Size of the tables' items for one slot."""
 
 _NO_SLOTS: npt.NDArray[np.intp] = np.empty(0, np.intp)
-_ZERO = np.int32(0)  # of the arrays' own dtype: compared with Python's it takes three times as long
+_ZERO = np.int32(0)  # comparing the arrays with Python's 0 takes three times as long
 
 
 class SlotLease(NamedTuple):
-    """A reader's claim on what a slot held when it was pinned.
+    """A reference to the state that a slot held when the lease was made.
 
     Attributes:
-        slot: The pinned slot.
+        slot: The slot.
         block_id: The block whose state the slot held.
-        generation: Which of the slot's states that was.
+        generation: The slot's number in ``generations`` at that time.
     """
 
     slot: int
@@ -55,52 +55,52 @@ class SlotLease(NamedTuple):
 class SlotPool:
     """Slots over KV blocks: decisions only, no tensors of states.
 
-    A slot is *free*, *reserved* (taken for a block, not yet written, not findable) or *cached* (the
-    state of the block that ``slot_to_block`` names). A block has at most one slot, and a slot at
-    most one block. A cached slot that is pinned is being read and is never evicted.
+    A slot is *free*, *reserved* (for a block, not yet written, not findable) or *cached* (it holds
+    the state of its block in ``slot_to_block``). A block has at most one slot, and a slot at most
+    one block. A pinned slot has readers and is never evicted.
 
-    Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
-    ``slot_to_block`` and ``free_count`` may also be written from outside: no copy of what they say
-    is kept.
+    Every method checks its arguments before it changes anything. An embedder may also write
+    ``free_slots``, ``block_to_slot``, ``slot_to_block`` and ``free_count`` itself: the pool keeps
+    no copy of them.
 
-    After an exception of another package in the middle of a change, every call raises
-    ``PoisonedError`` until ``reset``: that of the context, if the slots are a part of one.
+    After an exception of another package during a change, every call raises ``PoisonedError`` until
+    ``reset``, which is the context's ``reset`` if the slots belong to a context.
 
     Args:
-        max_slots: Slots for saved states, 0 or more.
-        kv_blocks: The KV blocks' owner. Its arrays are read as they are at each call.
-        policy: Which slots are evicted; default: ``LruSlotPolicy``.
-        evicts_held: Whether a slot may be evicted although requests refer to its block, as where a
-            state is read as soon as it is found.
-        as_tensor: Makes what the three tables are exposed as, such as ``torch.from_numpy``. It must
+        max_slots: Number of slots for saved states, >= 0.
+        kv_blocks: The owner of the KV blocks. Its arrays are read anew at each call.
+        policy: Decides which slots are evicted. Default: ``LruSlotPolicy``.
+        evicts_held: Whether a slot may be evicted while requests hold its block. True is for owners
+            that copy a state as soon as it is found.
+        as_tensor: Converts the three public tables, such as ``torch.from_numpy``. The result must
             share their memory.
 
     Attributes:
         max_slots: As given.
-        num_blocks: KV blocks that can have a slot.
+        num_blocks: Number of KV blocks that can have a slot.
         kv_blocks: As given.
         policy: As given.
-        prompt_policy: The same policy, if it is one that knows prompts; else None.
+        prompt_policy: The same policy if it uses prompts (``PrefixSlotPolicy``); else None.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
         slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
-        pin_counts: [max_slots] int32. References to each slot: 1 while it is reserved, and once it
-            is cached its readers.
-        generations: [max_slots] int64. Which of its states each slot holds: another number whenever
-            it is taken from a block.
-        reserved: Block for which each reserved slot was taken.
-        evicted_slots_total: Slots taken from cached blocks because others needed them.
-        refused_states_total: States not saved because the policy held others worth more.
-        skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
-            adds those that did not fit into a step.
-        pin_references: [num_blocks] how many of the references to each block are there to keep its
-            keys and values alone, so that its slot may be evicted in spite of them; None: none are.
-        before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
-            refuse by raising; or None.
+        pin_counts: [max_slots] int32. References to each slot: 1 for a reserved slot, the number of
+            readers for a cached slot.
+        generations: [max_slots] int64. A number for each slot that changes when the slot loses its
+            state.
+        reserved: The block that each reserved slot is reserved for.
+        evicted_slots_total: Number of states evicted to make room.
+        refused_states_total: Number of states not saved because the policy rated others higher.
+        skipped_checkpoints_total: Number of states not saved for want of a slot. The context adds
+            checkpoints that did not fit into a step.
+        pin_references: [num_blocks] number of references to each block that hold its keys and
+            values only, and do not keep its slot from eviction; None: there are none.
+        before_reset: Called first by ``reset``, which a writer of reserved slots can refuse by
+            raising; or None.
 
     Raises:
         InvalidArgumentError: ``max_slots`` or the number of KV blocks is not an int or out of
-            range, or the policy is none.
+            range, or ``policy`` is no policy.
         BudgetError: The machine's memory does not hold the tables.
     """
 
@@ -115,7 +115,7 @@ class SlotPool:
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
         check_room(_BYTES_PER_SLOT * self.max_slots, {"max_slots": max_slots})
-        # Megatron Core called it ``total_count`` before.
+        # Older versions of Megatron Core call it ``total_count``.
         size = getattr(kv_blocks, "pool_size", getattr(kv_blocks, "total_count", None))
         self.num_blocks = check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
         self.kv_blocks = kv_blocks
@@ -145,7 +145,7 @@ class SlotPool:
             self._index.attach_slots(self)
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: it is used with the other parts."""
+        """Use ``guard``, which the slots then share with other objects."""
         self._guard = guard
 
     def _clear(self) -> None:
@@ -160,15 +160,15 @@ class SlotPool:
 
     @property
     def listeners(self) -> Listeners:
-        """Those of a ``KVBlockAllocator``, which also get states of its registered blocks.
+        """Listeners of the ``KVBlockAllocator``, which also get events of states.
 
-        Other KV blocks cause no call.
+        Over KV blocks of another class there are no events.
         """
         return self._no_listeners if self._index is None else self._index.listeners
 
     @property
     def free_count(self) -> int:
-        """Free slots: the height of the stack ``free_slots``."""
+        """Number of free slots: the height of the stack ``free_slots``."""
         return self._rows.num_free
 
     @free_count.setter
@@ -177,12 +177,12 @@ class SlotPool:
 
     @property
     def num_cached_slots(self) -> int:
-        """Slots that hold a state which can be restored."""
+        """Number of slots that hold a state."""
         return int(np.count_nonzero(self._slot_to_block >= 0))
 
     @property
     def num_reserved_slots(self) -> int:
-        """Slots taken for states that are not written yet."""
+        """Number of slots reserved for states that are not written yet."""
         return len(self.reserved)
 
     @query
@@ -196,7 +196,7 @@ class SlotPool:
         return self._slot_at[block_id]
 
     def has_state(self, block_id: int) -> bool:
-        """Say whether a block's state is cached.
+        """Return whether a block's state is cached.
 
         Raises:
             UnknownBlockError: The id is outside the KV pool.
@@ -207,15 +207,15 @@ class SlotPool:
     def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
         """Reserve a slot for each block, to be written and then committed or cancelled.
 
-        Blocks are served in order while there are free or evictable slots; those left over are
-        counted in ``skipped_checkpoints_total``.
+        Blocks are served in order while slots are free or evictable. The remaining blocks are
+        counted in ``skipped_checkpoints_total``. Slots of the given blocks are not evicted.
 
         Args:
             block_ids: The blocks.
 
         Returns:
-            For each block its reserved slot, or None: it has a slot or a reservation already, or
-            there was no room. Slots of the blocks named here are not evicted.
+            For each block its reserved slot; or None, if the block has a slot or a reservation
+            already, or no slot was left.
 
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was reserved.
@@ -225,24 +225,24 @@ class SlotPool:
     def reserve(
         self, block_ids: Sequence[int], proposals: Sequence[StateProposal] | None
     ) -> list[int | None]:
-        """Do what ``reserve_slots`` does, for a context, which holds the guard.
+        """Do what ``reserve_slots`` does, for a context that holds the guard.
 
-        With ``proposals``, one for each block, a policy that knows prompts may refuse some of the
-        states, which are counted in ``refused_states_total``.
+        With ``proposals``, one for each block, a policy that uses prompts may refuse states, which
+        are counted in ``refused_states_total``.
         """
         slot_at, awaited = self._slot_at, {*self.reserved.values()}
-        wanted: dict[int, Any] = {
+        requested: dict[int, Any] = {
             block_id: proposal
             for block_id, proposal in zip(block_ids, proposals or block_ids, strict=True)
             if slot_at[block_id] < 0 and block_id not in awaited
         }
-        if not wanted:
+        if not requested:
             return [None] * len(block_ids)
         policy = self.prompt_policy if proposals is not None else None
         if policy is not None:
-            new, victims = self._admit(policy, wanted, block_ids)
+            new, victims = self._admit(policy, requested, block_ids)
         else:
-            new, num_short = [*wanted], len(wanted) - self._rows.num_free
+            new, num_short = [*requested], len(requested) - self._rows.num_free
             victims = self._choose_victims(num_short, protected=block_ids)
         kept = new[: self._rows.num_free + len(victims)]
         try:
@@ -265,7 +265,7 @@ class SlotPool:
         proposals: Mapping[int, StateProposal],
         protected: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """Ask a policy which blocks get a slot, and which slots are evicted for them."""
+        """Return the blocks that the policy admits, and the slots to evict for them."""
         self._guard.is_changing = True
         num_free = self._rows.num_free
         is_short = len(proposals) > num_free
@@ -285,11 +285,11 @@ class SlotPool:
 
         Args:
             slots: Reserved slots.
-            block_ids: The block of each, which need not be the one that it was reserved for. If
-                that block has a slot by now, the reserved one becomes free.
+            block_ids: The block of each slot; may differ from the block that the slot was reserved
+                for. If a block has a slot by now, the reserved slot becomes free.
 
         Returns:
-            The slot that caches each block now: the reserved one, or the one that it had.
+            The slot that caches each block now: the reserved slot, or the slot that it had before.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
@@ -307,9 +307,10 @@ class SlotPool:
     def commit(
         self, slots: Sequence[int], block_ids: Sequence[int], prefix_tokens: Sequence[int]
     ) -> list[int]:
-        """Do what ``commit_reserved`` does, but do not tell listeners yet.
+        """Do what ``commit_reserved`` does, but only queue the events.
 
-        For a context, which holds the guard, and says how many tokens the prefix of each state has.
+        For a context that holds the guard. ``prefix_tokens`` is the number of tokens of each
+        state's prefix.
         """
         stored: list[int] = []
         lengths: list[int] = []
@@ -339,21 +340,21 @@ class SlotPool:
 
     @guarded(nests=True)
     def cancel_reserved(self, slots: Sequence[int]) -> None:
-        """Give reserved slots back, as when a step is aborted.
+        """Free reserved slots, as when a step is aborted.
 
         Args:
             slots: Reserved slots.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
-            DoubleFreeError: A slot is not reserved, or comes twice. Nothing was given back.
+            DoubleFreeError: A slot is not reserved, or comes twice. Nothing was freed.
         """
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
         self.cancel(taken)
 
     def cancel(self, slots: Sequence[int]) -> None:
-        """Do what ``cancel_reserved`` does, for a context, which holds the guard."""
+        """Do what ``cancel_reserved`` does, for a context that holds the guard."""
         for slot in slots:
             del self.reserved[slot]
             self._rows.ref_at[slot] = 0
@@ -361,13 +362,13 @@ class SlotPool:
         self._release(slots)
 
     def _release(self, slots: Sequence[int]) -> None:
-        """Tell a policy that knows prompts of slots that hold or await no state any more."""
+        """Notify a policy that uses prompts of slots that are free now."""
         if self.prompt_policy is not None:
             self.prompt_policy.on_removed(slots)
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
-        """Free a block's slot and forget its hash; do nothing if it has no slot.
+        """Free a block's slot; do nothing if the block has no slot.
 
         Raises:
             UnknownBlockError: The id is outside the KV pool.
@@ -382,9 +383,9 @@ class SlotPool:
         self.listeners.tell()
 
     def free_states(self, block_ids: Iterable[int]) -> None:
-        """Free the slots of blocks, pinned or not; blocks without a slot are passed over.
+        """Free the slots of blocks, pinned or not; ignore blocks without a slot.
 
-        ``KVBlockAllocator`` calls it when it deregisters blocks, and tells the listeners.
+        ``KVBlockAllocator`` calls this when it deregisters blocks, and notifies the listeners.
         """
         slots = [slot for slot in dict.fromkeys(self._slots_of(block_ids)) if slot >= 0]
         if slots:
@@ -393,10 +394,10 @@ class SlotPool:
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
-        """Free every slot, reserved and pinned ones too, and forget every hash and count.
+        """Free every slot, also reserved and pinned slots, and reset the counters and the policy.
 
-        In a context it is refused with ``StepOrderError`` while a step is in flight or a request
-        has reserved slots: its forward would write into slots of others.
+        In a context the call raises ``StepOrderError`` while a step is in flight or a request has
+        reserved slots: a forward would write into slots that are reserved again.
         """
         if self.before_reset is not None:
             self.before_reset()
@@ -414,13 +415,13 @@ class SlotPool:
             self._index.offer_for_eviction(blocks)
 
     def check_uses(self, reserved: Collection[int], leases: Iterable[SlotLease]) -> None:
-        """Prove that just these slots are reserved and leased, and that no state is stale.
+        """Check that exactly the given slots are reserved and leased, and that no state is stale.
 
-        A block that lost its hash is filled with other tokens next, and its state would be theirs.
+        A state is stale if its block has no hash: other tokens may be written to that block next.
         For callers that register the hashes of ``kv_blocks``; linear in slots.
 
         Raises:
-            InvariantError: They are not.
+            InvariantError: The check failed; the message names the slots or blocks.
         """
         hashes = as_host_array(self.kv_blocks.block_hashes)
         stale = [block for block in self._slot_to_block.tolist() if block >= 0 > hashes[block]]
@@ -437,10 +438,10 @@ class SlotPool:
         require_all(statements)
 
     def check_invariants(self) -> None:
-        """Check the bookkeeping against itself.
+        """Check that all bookkeeping agrees.
 
         Raises:
-            InvariantError: Something contradicts something else; the message says what.
+            InvariantError: Two records contradict each other; the message names them.
         """
         cached = np.flatnonzero(self._slot_to_block >= 0)
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
@@ -461,7 +462,7 @@ class SlotPool:
         if self.prompt_policy is not None:
             self.prompt_policy.check_invariants([*cached.tolist(), *self.reserved])
 
-    # What follows trusts its arguments, and that the guard knows of the change.
+    # The methods below trust their arguments, and that the guard has the change.
 
     def slot_of(self, block_id: int) -> int:
         """Return the slot that caches a block's state, or -1."""
@@ -470,17 +471,16 @@ class SlotPool:
     def pin(self, slot: int) -> SlotLease:
         """Keep a cached slot from eviction, as between matching a state and restoring it.
 
-        ``is_current`` tells whether the state is still there: ``invalidate_block`` frees pinned
-        slots too.
+        ``invalidate_block`` frees pinned slots too: check ``is_current`` before reading.
         """
         self._rows.ref_at[slot] += 1
         return self.lease_of(slot)
 
     def unpin(self, lease: SlotLease) -> None:
-        """End a lease; one whose state is gone is passed over.
+        """End a lease; ignore a lease whose state is gone.
 
         Raises:
-            DoubleFreeError: It was given back before.
+            DoubleFreeError: The slot is not pinned: the lease was ended before.
         """
         if self.is_current(lease):
             if not self._rows.ref_at[lease.slot]:
@@ -488,17 +488,17 @@ class SlotPool:
             self._rows.ref_at[lease.slot] -= 1
 
     def lease_of(self, slot: int) -> SlotLease:
-        """Name what a slot holds, without keeping it."""
+        """Return a lease of a slot's present state, without pinning the slot."""
         return SlotLease(slot, self._block_at[slot], self.generations.item(slot))
 
     def is_current(self, lease: SlotLease) -> bool:
-        """Say whether a lease's slot still holds the state that it names."""
+        """Return whether a lease's slot still holds the same state."""
         slot, block_id, generation = lease
         is_same = self._block_at[slot] == block_id and self.generations.item(slot) == generation
         return block_id >= 0 and is_same
 
     def free_unread(self, leases: Iterable[SlotLease]) -> None:
-        """Free the states that leases name, but for those that are gone or being read."""
+        """Free the states of leases, except states that are gone or pinned."""
         refs = self._rows.ref_at
         slots = [x.slot for x in leases if self.is_current(x) and not refs[x.slot]]
         if slots:
@@ -506,10 +506,10 @@ class SlotPool:
             self._rows.push(slots)
 
     def free_cheapest(self, leaves_of: Callable[[npt.NDArray[Any]], list[int]]) -> int | None:
-        """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
+        """Free the evictable state of least worth; for the blocks' allocator.
 
-        ``leaves_of`` returns those of [n] blocks that can go. Returns the block whose state it was;
-        None if none of them has one.
+        ``leaves_of`` returns the evictable blocks of [n] blocks. Return the block of the freed
+        state; None if no evictable block has a state.
         """
         assert self.prompt_policy is not None
         blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
@@ -521,17 +521,17 @@ class SlotPool:
         return block_id
 
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
-        """Return how many of consecutive blocks lie before the farthest state, its own included."""
+        """Return the number of consecutive blocks up to the last one with a state, included."""
         slot_at, count = self._slot_at, len(block_ids)
         while count and slot_at[block_ids[count - 1]] < 0:
             count -= 1
         return count
 
     def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
-        """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.
+        """Return whether ``reserve_slots`` would give a block a slot, without asking the policy.
 
-        None is a block still to be allocated; ``kept`` are blocks that will be held by then, with
-        the states that they have.
+        ``block_id`` None is a block still to be allocated. ``kept`` are blocks that will be held by
+        then: their states are not evictable.
         """
         is_awaited = block_id in self.reserved.values()
         if is_awaited or (block_id is not None and self.slot_of(block_id) >= 0):
@@ -554,7 +554,7 @@ class SlotPool:
     def _choose_victims(
         self, num_slots: int, *, protected: Sequence[int] = (), candidates: Any = None
     ) -> list[int]:
-        """Choose up to ``num_slots`` slots to evict: cached, not pinned, of no protected block."""
+        """Return up to ``num_slots`` evictable slots that the policy chooses."""
         if num_slots <= 0:
             return []
         blocks = self._slot_to_block
@@ -566,15 +566,15 @@ class SlotPool:
         return self._as_victims(chosen)
 
     def _as_victims(self, chosen: Iterable[Any]) -> list[int]:
-        """Read what a policy chose, which may be a caller's own and return an array."""
+        """Return the slots that a policy chose as ints; a caller's policy may return an array."""
         return as_ints(f"the slots that {type(self.policy).__name__} chose", chosen)
 
     def _evictable(self, protected: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Return the slots that are cached, not pinned, and of no protected block, ascending."""
+        """Return the slots that are cached, not in use, and of no protected block, ascending."""
         blocks: npt.NDArray[np.int32] = self._slot_to_block
         readers: npt.NDArray[Any] = self.pin_counts
         if not self._evicts_held:
-            # A slot without a block has -1 there and reads some block's count: it is out anyway.
+            # A slot without a block reads the last block's count here, but is excluded below.
             references = as_host_array(self.kv_blocks.block_ref_counts).take(blocks)
             if self.pin_references is not None:
                 references -= self.pin_references.take(blocks)
@@ -586,24 +586,24 @@ class SlotPool:
         return evictable.nonzero()[0]
 
     def _take(self, num_slots: int, victims: Sequence[int], num_references: int = 1) -> list[int]:
-        """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
+        """Take slots from the free stack, after evicting the victims if it has too few."""
         short = max(num_slots - self._rows.num_free, 0)
         if victims or short:
-            # If a listener raises, the victims are free and nothing was taken: no slot leaks.
+            # No slot leaks if a listener raises: the victims are free, and none was taken.
             self._rows.push(self._evict(victims, short))
             self.listeners.tell()
         self._guard.is_changing = True
         taken: list[int] = self._rows.take(num_slots, num_references).tolist()
         return taken
 
-    def _evict(self, victims: Sequence[int], num_wanted: int) -> list[int]:
-        """Take the slots that a policy chose from their blocks; it may be a caller's own."""
+    def _evict(self, victims: Sequence[int], num_needed: int) -> list[int]:
+        """Check the slots that a policy chose, and take them from their blocks."""
         slots = as_ids("slots", victims, self.max_slots)
         kept = [slot for slot in slots if self._block_at[slot] < 0 or self.pin_counts.item(slot)]
-        if kept or len(set(slots)) < len(slots) or len(slots) != num_wanted:
+        if kept or len(set(slots)) < len(slots) or len(slots) != num_needed:
             raise InvalidArgumentError(
                 "slots to evict must be different, cached and not pinned, "
-                f"{num_wanted} of them, got {slots}"
+                f"{num_needed} of them, got {slots}"
             )
         self._guard.is_changing = True
         self._unassign(slots)
@@ -611,9 +611,9 @@ class SlotPool:
         return slots
 
     def _unassign(self, slots: Sequence[int]) -> None:
-        """End the cached slots' ties to their blocks.
+        """Separate cached slots from their blocks, in all tables.
 
-        All traces go now, since an embedder may give the slots away by index.
+        No table may lag behind: an embedder may reuse the slots by index.
         """
         self._put(Removed, slots)
         blocks = [self._block_at[slot] for slot in slots]
@@ -627,7 +627,7 @@ class SlotPool:
             self._index.offer_for_eviction(blocks)
 
     def _put(self, kind: type[Stored | Removed], slots: Sequence[int], **options: Any) -> None:
-        """Queue an event of the states of registered blocks."""
+        """Queue an event for the states of registered blocks."""
         if self._index is None or not self._index.listeners.wants(kind):
             return
         blocks = [self._block_at[slot] for slot in slots]
@@ -639,7 +639,7 @@ class SlotPool:
 
 
 def check_same_length(**lists: list[int]) -> None:
-    """Check that lists which are read side by side are equally long."""
+    """Check that lists are equally long."""
     if len({*map(len, lists.values())}) > 1:
         lengths = {name: len(values) for name, values in lists.items()}
         raise InvalidArgumentError(f"these must be equally long: {lengths}")
