@@ -1,4 +1,4 @@
-"""The forwards of a batch: decode steps in the rows of the live states, and chunks of prompts."""
+"""The forwards of a batch: decode steps, and rectangles of prompt chunks."""
 
 from __future__ import annotations
 
@@ -41,63 +41,62 @@ _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunks:
-    """What a forward over chunks of prompts left."""
+    """The result of a forward over chunks of prompts."""
 
     requests: tuple[ScheduledRequest, ...]  # the chunks, in the order of the rows
-    logits: torch.Tensor  # [rows, vocabulary] after the last token of each
+    logits: torch.Tensor  # [rows, vocabulary] after the last token of each row
     num_padded: int  # tokens of padding
 
 
 @dataclass(frozen=True, slots=True)
 class RectangleShape:
-    """The part of a rectangle that CUDA graphs fix; all else is in tensors."""
+    """The properties of a rectangle that a CUDA graph fixes; its other inputs are tensors."""
 
     num_rows: int
     num_tokens: int  # of each row, padding included
-    # Tokens of each call of a scan, padding included: before the first checkpoint of each row,
-    # between that and its next one, and so on; one more than there are checkpoints in a row.
+    # A layer scans a row in pieces that end at its checkpoints; the last piece ends at its last
+    # token. These are the tokens of each piece, padded to the longest one of all rows.
     widths: tuple[int, ...]
     # Whether rows differ in their lengths or checkpoints.
     is_ragged: bool
     # Whether all rows begin at position 0: the model is given no states.
     is_fresh: bool = False
-    # The live row of the first row, if those of the others follow: they are computed in place.
-    # -1: they are computed in copies.
+    # The live row of the first row, if the live rows are consecutive: states change in place.
+    # -1: live rows are copied, and the copies are written back.
     first_live_row: int = -1
 
     @property
     def num_checkpoints(self) -> int:
-        """The most that a row has."""
+        """The maximum number of checkpoints in a row."""
         return len(self.widths) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A chunk and where it lies."""
+    """A chunk and its positions in the step's arrays."""
 
     request: ScheduledRequest
-    place: int  # in the step
-    first_token: int  # likewise
-    live_row: int  # of its request
+    place: int  # the request's index in the step
+    first_token: int  # the index of the chunk's first token in the step
+    live_row: int  # the request's row of the live states
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Its checkpoints, in tokens from its first one."""
+        """The chunk's checkpoints, in tokens from the chunk's first token."""
         return tuple(position - self.request.start for position, _ in self.request.checkpoints)
 
 
 class BatchForwards:
-    """Compute the decode step of a batch, and the chunks of a step in rectangles [rows, longest].
+    """Compute decode steps, and prompt chunks in padded rectangles [rows, longest chunk].
 
-    All tensors that they read have fixed addresses and nothing waits for the device, so both can be
-    captured in CUDA graphs.
+    Both read tensors at fixed addresses and do not wait for the device, so CUDA graphs can capture
+    them.
 
-    A rectangle starts from its rows' live states, leaves the final ones there, and writes keys,
-    values and checkpoints to their blocks and slots. Padding is neutral: scans are given zeros,
-    windows are taken at each row's own end, and its keys and values go to the dummy block.
+    A rectangle reads the live states of its requests and overwrites them. It writes keys and values
+    to KV blocks and checkpoints to slots. Padding changes no result: scans get zeros for it, conv
+    windows end at each row's last token, and its keys and values go to the dummy block.
 
-    Where a model's states are not what functions return, and ``capture`` is None, the rows of a
-    rectangle have one length.
+    Without ``capture`` scans cannot be given zeros, so all rows of a rectangle have one length.
     """
 
     @outside_inference_mode
@@ -118,9 +117,9 @@ class BatchForwards:
         self._attention = PagedAttention(runner.model, context.kv_cache)
         self._graphs = graphs
         self._decode_caches: dict[int, Any] = {}  # by rows
-        self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of captured shapes
+        self._inputs: dict[RectangleShape, torch.Tensor] = {}  # by shape that may be captured
         self.costs = RectangleCosts(context.device)
-        self._has_all = True  # the last forward saved its checkpoints whole
+        self._has_all = True  # the last forward saved all states of its checkpoints
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
         self._pieces = kernels_for("auto", context.device, kernels=_KERNELS, twins=pieces_torch)
@@ -133,13 +132,13 @@ class BatchForwards:
         self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
 
     def decode(self, num_rows: int) -> torch.Tensor:
-        """Compute a token of each decoding request whose metadata is on the device.
+        """Compute a token of each decoding request of the step whose metadata is on the device.
 
         Row i of the batch is row i of the live states, which layers read and write in place. Rows
         without a decoding request are computed too: their keys and values go to the dummy block,
         and their live states change.
 
-        Returns [num_rows, vocabulary] logits, undefined for rows that do not decode.
+        Return [num_rows, vocabulary] logits, undefined for rows that do not decode.
         """
         if num_rows not in self._decode_caches:
             first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
@@ -165,9 +164,9 @@ class BatchForwards:
         self._metadata["decode_state_rows"].fill_(-1)
 
     def prefill(self, step: Step, max_tokens: int) -> list[ComputedChunks]:
-        """Compute all chunks of a step: keys, values, live states and checkpoints are written.
+        """Compute all chunks of a step; write their keys, values, live states and checkpoints.
 
-        A forward with more than one row has at most ``max_tokens``, padding included.
+        A forward over several rows has at most ``max_tokens`` tokens, padding included.
         """
         computed, is_captured = [], True
         most = 0 if self.why_eager else max_tokens
@@ -194,8 +193,8 @@ class BatchForwards:
         return computed
 
     def _run(self, shape: RectangleShape, group: Sequence[_Placed]) -> torch.Tensor:
-        """Compute a rectangle that may be captured; rows that are missing repeat the first one."""
-        # Repeated rows write the same values to the same places.
+        """Compute a rectangle of a size for CUDA graphs; missing rows repeat the first row."""
+        # A repeated row writes the same values to the same places.
         rows = [*group, *[group[0]] * (shape.num_rows - len(group))]
         given = self._inputs_of(shape, rows)
         inputs = self._room_for(shape, given).copy_(given)
@@ -206,9 +205,9 @@ class BatchForwards:
             logits = self._graphs.run(shape, compute)
         return logits.clone()  # the next rectangle may be replayed from the same graph
 
-    @outside_inference_mode  # every call writes to it
+    @outside_inference_mode  # a call outside inference mode must be able to write to the tensor
     def _room_for(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
-        """Return the fixed tensor that a captured shape reads its numbers from."""
+        """Return the tensor at a fixed address that a captured shape reads its inputs from."""
         if shape not in self._inputs:
             self._inputs[shape] = torch.empty_like(like)
         return self._inputs[shape]
@@ -227,7 +226,7 @@ class BatchForwards:
         return self._graphs.why_eager("prefill")
 
     def put_back(self) -> None:
-        """Undo the replacements of a forward that did not end."""
+        """Undo the replacements of a forward that raised."""
         put_back(self._attention)
         put_back(self)
 
@@ -243,7 +242,7 @@ class BatchForwards:
     def _split(
         self, chunks: Sequence[_Placed], max_tokens: int, most_captured: int
     ) -> Iterator[Sequence[_Placed]]:
-        """Group chunks into rectangles."""
+        """Group chunks into rectangles, each in the order of its live rows."""
         alike: dict[object, list[_Placed]] = {}
         for chunk in chunks:
             size = chunk.request.num_tokens
@@ -263,7 +262,7 @@ class BatchForwards:
             for pair in pairwise(zip(*bounds, strict=True))
         )
         size = max(lengths)
-        # One token would take the model's decode path, which is not exact for every model.
+        # The model computes a single token by its decode path, which is not exact for every model.
         least = self._min_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
         is_ragged = not is_alike or size < least
@@ -279,7 +278,7 @@ class BatchForwards:
         )
 
     def _inputs_of(self, shape: RectangleShape, group: Sequence[_Placed]) -> torch.Tensor:
-        """Return what a rectangle reads, in one tensor on the device: see ``forward``."""
+        """Return the inputs of a rectangle in one tensor on the device: see ``forward``."""
         rows = len(group)
         bounds = np.array(_bounds_of(group, shape.num_checkpoints))
         first, lengths = np.array([chunk.first_token for chunk in group]), bounds[:, -1]
@@ -296,7 +295,7 @@ class BatchForwards:
             owners = [row if row in having else having[0] for row in range(rows)]
             by_row += [owners, [group[row].request.checkpoints[number][1] for row in owners]]
         columns = np.arange(shape.num_tokens)
-        # Padding repeats a row's last token, at its position: no number of it is out of range.
+        # Padding repeats a row's last token and position, so all ids and positions are valid.
         at = first[:, None] + np.minimum(columns, lengths[:, None] - 1)
         by_token = self._context.step_buffers.host_arrays["tokens"].T[:, at]
         slots = by_token[2]
@@ -305,15 +304,15 @@ class BatchForwards:
         return to_device(torch.from_numpy(numbers), self._context.device)
 
     def forward(self, shape: RectangleShape, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Compute a rectangle whose step's block tables are on the device.
+        """Compute a rectangle; its step's block tables must be on the device.
 
-        ``inputs`` are int64, one behind the other. [rows] each: places in the step, first
-        positions, lengths, rows of the live states, last tokens in the rectangle, and for each cut
-        the row whose state is saved, and the slot. [rows, cuts + 2]: where pieces begin, and the
-        last one ends. [rows, tokens] each: ids, positions, and where keys and values go.
+        ``inputs`` are int64 arrays, concatenated. [rows] each: indices in the step, first
+        positions, lengths, live rows, indices of last tokens in the flat rectangle, and for each
+        checkpoint the rows whose states are saved and their slots. [rows, checkpoints + 2]: starts
+        of pieces, and the end of the last. [rows, tokens] each: ids, positions, KV slots.
 
-        Return [rows, vocabulary] logits after each row's last token; and whether all checkpoints
-        were saved whole.
+        Return [rows, vocabulary] logits after each row's last token, and whether all states of all
+        checkpoints were saved.
         """
         rows, size, count = shape.num_rows, shape.num_tokens, shape.num_checkpoints
         sizes = [(5 + 2 * count) * rows, (count + 2) * rows, 3 * rows * size]
@@ -336,7 +335,7 @@ class BatchForwards:
             states=[iter(self._saved) for _ in range(count)],
             is_kernel=self._has_kernels,
         )
-        # Before the configuration is replaced.
+        # Made here, before ``during`` replaces the model's configuration.
         cache = self._make_cache(rows, None if shape.is_fresh else states)
         tables = self._metadata["block_tables"]
         with ExitStack() as during:
@@ -371,7 +370,7 @@ class BatchForwards:
         return copies
 
     def _make_cache(self, num_rows: int, states: dict[str, torch.Tensor] | None) -> Any:
-        """Return a cache of the model that reads KV blocks, and begins with states, if given."""
+        """Return a cache of the model that reads KV blocks and starts with ``states``, if given."""
         spec, cache = self._kv_spec, self._runner.new_cache()
         nothing = torch.empty(
             (spec.num_layers, 2, num_rows, spec.num_kv_heads, 0, spec.head_dim),
@@ -390,7 +389,7 @@ class BatchForwards:
         return cache
 
     def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
-        """Copy states that layers replaced, instead of writing to them, into ``states``."""
+        """Copy states into ``states`` from layers that replaced their tensors."""
         left = read_layers(cache, self._layout.layers, 1)
         for view, now in zip(self._layout.views(states).states, left.states, strict=True):
             if now.data_ptr() != view.data_ptr():
@@ -398,16 +397,16 @@ class BatchForwards:
 
 
 def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
-    """Return the shape that is captured for a rectangle, of so many rows and tokens."""
+    """Return the shape for a CUDA graph in which a rectangle fits; ``size`` is rows and tokens."""
     rows, tokens = size
-    # The first piece of a row can be all of it.
+    # The first piece of a row may be the whole row.
     widths = [min(max(64, 1 << (width - 1).bit_length()), tokens) for width in shape.widths]
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
 
 
 def _bounds_of(group: Sequence[_Placed], count: int) -> list[list[int]]:
-    """Return where each row's pieces begin, and its last one ends, with ``count`` cuts."""
-    # A row with fewer checkpoints has empty pieces.
+    """Return the starts of each row's pieces, and the last end, for ``count`` checkpoints."""
+    # A row with fewer checkpoints has empty pieces at its end.
     return [
         [0, *chunk.cuts, *[chunk.request.num_tokens] * (count + 1 - len(chunk.cuts))]
         for chunk in group
@@ -422,7 +421,7 @@ def _at_last_tokens(
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Compute logits of each row's last token alone, in the place of a model's head."""
+    """Stand in for a model's head: compute the logits of each row's last token only."""
     if hidden.dim() == 3 and hidden.shape[:2] == size:
         hidden = hidden.flatten(0, 1)[last][:, None]
     return forward(hidden, *args, **options)
