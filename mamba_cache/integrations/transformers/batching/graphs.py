@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps and rectangles, the sizes that have one, and what others cost."""
+"""CUDA graphs of decode steps and rectangles, and the costs by which chunks form rectangles."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ _WARM_UPS = 2
 """The first run compiles and tunes kernels; the second one runs as all later ones."""
 
 _FIRST = -1
-"""The priority of captured kernels: those that check the weights meanwhile give way to them."""
+"""Stream priority of captured kernels: higher than that of the kernels that check weights."""
 
 _NO_CALL = "no call has been made yet"
 
 _MAX_MOVES = 2
-"""After so many calls in a row with moved weights nothing is captured."""
-
+"""After this many calls in a row with moved weights or changed settings nothing is captured."""
 
 _FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
-"""By device, in tokens computed: the least cost of a forward, and its cost beside its tokens.
+"""By device: the minimum cost of a forward, and its fixed cost, both in computed tokens.
 
-On a GPU launches alone take as long as some 2,000 tokens, until it is measured; on a CPU a forward
-costs little more than its tokens.
+On a GPU the launches of one forward take as long as computing some 2,000 tokens; this is the value
+until it is measured. On a CPU a forward costs little more than its tokens.
 """
 
 _SIZES: dict[int, tuple[int, ...]] = {
@@ -47,14 +46,14 @@ _SIZES: dict[int, tuple[int, ...]] = {
         *(1536, 2048, 2560, 3072, 4096, 4608, 5120, 6144, 7168, 8192),
     )
 } | dict.fromkeys((2, 4, 8, 16, 32, 64), (64, 128, 256, 384))
-"""Rows of rectangles that may be captured, and tokens of each row."""
+"""Sizes of rectangles that may be captured: number of rows, and tokens per row."""
 
 _NUM_LAUNCHES = 15
-"""The time of launches is the median of so many forwards: some of the first tune kernels."""
+"""Launch time is the median of this many forwards, because some of the first tune kernels."""
 _SHORT_TOKENS = 512
-"""Of more tokens a forward's launches may wait for the GPU."""
+"""Launch time is measured up to this size: launches of longer forwards may wait for the GPU."""
 _LONG_TOKENS = 1024
-"""Of fewer tokens a forward takes hardly less time on the GPU."""
+"""Time per token is measured from this size: below it GPU time hardly depends on the tokens."""
 
 
 @dataclass(slots=True)
@@ -67,41 +66,42 @@ class _Graph:
 
 @dataclass(slots=True)
 class StepGraphs:
-    """Captured steps, and eager computation of all others.
+    """CUDA graphs of steps: ``run`` replays a step's graph, or computes the step without one.
 
-    The key of a decode step is its number of rows; the key of a rectangle is its shape. Steps read
-    and write memory at fixed addresses. All graphs share one memory pool, so a replay may overwrite
-    the logits of another.
+    The key of a decode step is its number of rows; the key of a rectangle is its shape.
+
+    A graph reads and writes fixed addresses, so moved weights or changed settings drop all graphs.
+    All graphs share one memory pool, so a replay may overwrite the logits of another.
     """
 
     device: torch.device  # where steps run
-    counts: Counter[str]  # counts "captures", and "replays" and "eager_steps" of decode steps
-    warm_up_seconds: float = 0.0  # time of all captures, with the runs before them
-    num_bytes: int = 0  # memory that they took
-    eager_reason: str = ""  # reason of the last eager decode step
+    counts: Counter[str]  # captures, replays and eager runs, by fields of ``BatchStats``
+    warm_up_seconds: float = 0.0  # time of all captures, with the eager runs before them
+    num_bytes: int = 0  # device memory of the graphs
+    eager_reason: str = ""  # why the last eager decode step had no graph
     _graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     _used: set[Hashable] = field(default_factory=set)  # keys that ran eagerly since the last move
-    _made_for: Hashable = None
-    _moves: int = 0  # calls in a row with moved weights
-    _reason: str = _NO_CALL  # reason for capturing nothing in this call
-    _refusals: dict[str, str] = field(default_factory=dict)  # of kinds that cannot be captured
-    _stream: Any = None  # on which steps are captured
+    _made_for: Hashable = None  # addresses and settings for which the graphs are right
+    _moves: int = 0  # calls in a row with moved weights or changed settings
+    _reason: str = _NO_CALL  # why this call uses no graphs; empty if it does
+    _refusals: dict[str, str] = field(default_factory=dict)  # why a kind cannot be captured
+    _stream: Any = None  # the stream of all captures
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of decode batches that have a graph now."""
+        """The sizes of decode batches that have a graph now."""
         return tuple(sorted(key for key in self._graphs if isinstance(key, int)))
 
     @property
     def num_shapes(self) -> int:
-        """How many shapes of rectangles have a graph now."""
+        """The number of rectangle shapes that have a graph now."""
         return len(self._graphs) - len(self.sizes)
 
     def begin(self, made_for: Hashable, is_eager: str = "") -> None:
-        """Drop graphs that are no longer right; call it before each call's first step.
+        """Drop graphs if ``made_for`` has changed; to be called before each call's first step.
 
-        ``made_for`` are the addresses of the weights and the key of the settings. ``is_eager`` is
-        the reason for using no graphs in this call, if any.
+        ``made_for`` has the addresses of the weights and the key of the settings. ``is_eager`` is
+        the reason for using no graphs in this call; empty: graphs are used.
         """
         is_moved = self._made_for is not None and made_for != self._made_for
         self._moves = self._moves + 1 if is_moved else 0
@@ -128,11 +128,11 @@ class StepGraphs:
         *,
         shows_progress: bool = False,
     ) -> None:
-        """Capture a decode step for each size that has none; call it while no request runs.
+        """Capture a decode step for each size without a graph; to be called while no request runs.
 
-        A model that cannot be captured, because it waits for the device or allocates otherwise each
-        time, is computed eagerly from then on; ``why_eager`` says why. ``quiet`` marks all rows
-        idle, so that ``compute``, which is given a size, changes no request.
+        ``compute`` computes a decode step of a given size. ``quiet`` marks all rows idle, so that
+        ``compute`` changes no request. If a capture fails, for example because the model waits for
+        the device, decode steps run eagerly from then on, and ``why_eager`` returns the reason.
         """
         missing = [size for size in sorted(sizes, reverse=True) if size not in self._graphs]
         if missing and not self.why_eager("decode"):  # pragma: no cover - tests/gpu run it
@@ -140,7 +140,7 @@ class StepGraphs:
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             options = {"disable": not shows_progress, "desc": "Capturing decode steps"}
             with transformers().utils.logging.tqdm(missing, **options) as bar:
-                for size in bar:  # the largest first, so that the others fit into its memory
+                for size in bar:  # the largest first, so that smaller ones reuse its memory
                     try:
                         stream.wait_stream(torch.cuda.current_stream(self.device))
                         with torch.cuda.stream(stream):
@@ -159,7 +159,7 @@ class StepGraphs:
     def capture(  # pragma: no cover - tests/gpu run it
         self, key: Hashable, compute: Callable[[], torch.Tensor]
     ) -> bool:
-        """Capture a step that has run already; nothing of it is computed. Return if it worked."""
+        """Capture a step that has run eagerly before; return whether the capture succeeded."""
         kind, graph = _kind_of(key), torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         pool = next((one.graph.pool() for one in self._graphs.values()), None)
@@ -168,7 +168,7 @@ class StepGraphs:
         mode = "thread_local"
         try:
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
-                before = torch.cuda.memory_reserved(self.device)  # entering empties the cache
+                before = torch.cuda.memory_reserved(self.device)  # entering has emptied the cache
                 logits = compute()
         except Exception as error:
             self._refuse(kind, error)
@@ -179,18 +179,18 @@ class StepGraphs:
         return True
 
     def _refuse(self, kind: str, error: BaseException) -> None:  # pragma: no cover
-        """Note why steps of a kind cannot be captured, and drop those that were."""
+        """Record why steps of a kind cannot be captured, and drop the graphs of that kind."""
         torch.cuda.synchronize(self.device)
         for key in [key for key in self._graphs if _kind_of(key) == kind]:
             del self._graphs[key]
-        while error.__context__ is not None:  # ending a failed capture fails as well
+        while error.__context__ is not None:  # the first error: ending the capture then fails too
             error = error.__context__
         self._refusals[kind] = f"the model's {kind} step cannot be captured: {error!r}"
 
     def use(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> None:
-        """Note that a rectangle is about to be computed: its shape is captured at its second use.
+        """Record a use of a rectangle's shape before ``run``; capture the shape at its second use.
 
-        ``compute`` computes it from tensors that live as long as the graph.
+        ``compute`` computes the rectangle from tensors that live as long as the graph.
         """
         if self.why_eager("prefill"):
             return
@@ -201,10 +201,7 @@ class StepGraphs:
         self._used.add(key)
 
     def run(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Compute a step; return its logits, which the next step may overwrite.
-
-        ``compute`` computes it from tensors that live as long as the graph.
-        """
+        """Replay a step's graph, or call ``compute``; the next step may overwrite the logits."""
         kind = _kind_of(key)
         reason = self.why_eager(kind)
         found = None if reason else self._graphs.get(key)
@@ -218,7 +215,7 @@ class StepGraphs:
         return found.logits  # pragma: no cover
 
     def forget(self) -> None:
-        """Drop all graphs and counts: the model was replaced."""
+        """Drop all graphs, and the record of moves and warm-ups."""
         self._drop()
         self._made_for, self._moves, self._reason = None, 0, _NO_CALL
         self.warm_up_seconds, self.eager_reason = 0.0, ""
@@ -235,34 +232,36 @@ def _kind_of(key: Hashable) -> str:
 
 
 def padded_sizes(max_requests: int) -> tuple[int, ...]:
-    """Return the sizes of decode batches: few enough to capture a CUDA graph for each."""
+    """Return the sizes of decode batches, few enough to capture a CUDA graph of each size."""
     sizes = {size for size in (1, 2, 4, 8, 12, 16, 24, 32, 48) if size < max_requests}
     sizes |= {*range(64, max_requests, 32), max_requests}
     return tuple(sorted(sizes))
 
 
 class RectangleCosts:
-    """What forwards over rectangles cost, in tokens: launches take as long as so many tokens.
+    """The cost of forwards over rectangles, in tokens: ``split`` groups chunks by it.
 
-    Up to so many tokens a rectangle is captured in a CUDA graph. Forwards show how many they are: a
-    Granite-4-like model launches for 100 ms what the GPU computes in 75 (4,352 tokens, H100).
+    An eager forward takes at least as long as the host needs to launch its kernels. ``_least`` is
+    the number of tokens that the GPU computes in that time; it is measured while forwards run.
+    Rectangles of up to ``_least`` tokens are captured, because only they wait for launches: with a
+    Granite-4-like model 4,352 tokens take 100 ms to launch and 75 ms to compute (H100).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._least, self._extra = _FORWARD_TOKENS.get(device.type, (0, 0))
-        self._launch_seconds: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # short, usual forwards
-        self._token_seconds = math.inf  # minimum of long forwards, on the GPU
-        self._timed: list[tuple[int, Any, Any]] = []  # tokens and events of long forwards
+        self._launch_seconds: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of short forwards
+        self._token_seconds = math.inf  # minimum GPU time per token of long forwards
+        self._timed: list[tuple[int, Any, Any]] = []  # long forwards: tokens, start and end event
 
     def sizes(self, most_tokens: int) -> list[tuple[int, int]]:
-        """Return rows and tokens of all rectangles up to ``most_tokens`` that are captured."""
+        """Return rows and tokens per row of all sizes for graphs up to ``most_tokens`` tokens."""
         self._update()
         most = min(most_tokens, self._least)
         return [(rows, own) for rows in _SIZES for own in _SIZES[rows] if rows * own <= most]
 
     def captured(self, rows: int, tokens: int, most_tokens: int) -> tuple[int, int] | None:
-        """Return rows and tokens of the rectangle that is captured for one; None: none is."""
+        """Return the size for graphs in which a rectangle fits; None if it is too large for one."""
         size = next((size for size in _SIZES if size >= rows), None)
         if size is None or tokens > _SIZES[size][-1]:
             return None
@@ -272,10 +271,10 @@ class RectangleCosts:
     def split(
         self, lengths: Sequence[int], max_tokens: int, most_captured: int
     ) -> Iterator[tuple[int, int]]:
-        """Divide rows, longest first, so that padding costs less than the forwards that it saves.
+        """Divide rows, sorted from the longest on, into the rectangles of the least total cost.
 
         Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs. Yield the
-        first row of each rectangle, and the one behind its last.
+        first row of each rectangle, and the row after its last.
         """
         self._update()
 
@@ -287,7 +286,7 @@ class RectangleCosts:
         yield from pairwise(split_rows(lengths, max_tokens, cost))
 
     def _update(self) -> None:
-        """Take the times of forwards that have ended on the GPU."""
+        """Read the times of forwards that have finished on the GPU, and update ``_least``."""
         while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
             tokens, begin, end = self._timed.pop(0)
             self._token_seconds = min(self._token_seconds, begin.elapsed_time(end) / 1e3 / tokens)
@@ -296,9 +295,9 @@ class RectangleCosts:
 
     @contextmanager
     def launching(self, num_tokens: int, *, is_usual: bool) -> Iterator[None]:
-        """Time the launches of a forward, the body, if it is short, usual and not captured.
+        """Time the launches of the body, a forward, if it is short, usual and not being captured.
 
-        Usual rows differ in length and save states; others are launched in less time.
+        In a usual rectangle rows differ in length and save states; others need fewer launches.
         """
         began = time.perf_counter()
         yield
@@ -308,7 +307,7 @@ class RectangleCosts:
 
     @contextmanager
     def computing(self, num_tokens: int) -> Iterator[None]:
-        """Time what the body computes on the GPU, if it is long."""
+        """Time a forward, the body, on the GPU if it is long."""
         if not self._is_cuda or num_tokens < _LONG_TOKENS:
             yield
             return
@@ -321,19 +320,19 @@ class RectangleCosts:
 
 
 def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Divide rows, longest first, into rectangles that take the least time together.
+    """Divide rows, sorted from the longest on, into the rectangles of the least total cost.
 
-    A rectangle has at most ``max_tokens``, padding included, unless it has one row. ``cost`` is
-    that of a forward over so many rows of so many tokens. Return the row with which each rectangle
-    begins, ascending, and the number of rows.
+    A rectangle of several rows has at most ``max_tokens`` tokens, padding included. ``cost`` takes
+    the number of rows and the tokens per row of a forward. Return the first row of each rectangle,
+    ascending, and the number of rows.
     """
-    costs, begins = [0], [0]  # of the first rows, and where the last rectangle of them begins
+    costs, begins = [0], [0]  # by number of rows: least cost, and where its last rectangle begins
     for end in range(1, len(sizes) + 1):
         best, begin_of_best = -1, end - 1
         for begin in range(end - 1, -1, -1):
             tokens = sizes[begin] * (end - begin)
             if tokens > max_tokens and begin < end - 1:
-                break  # more rows before it are longer still
+                break  # rows before this one are longer
             total = costs[begin] + cost(end - begin, sizes[begin])
             if best < 0 or total <= best:
                 best, begin_of_best = total, begin
