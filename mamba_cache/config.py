@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Checkpoints inside one prefill chunk of one request."""
+"""Maximum number of checkpoints inside one prefill chunk of one request."""
 
 _MAX_GB = 2.0**33
-"""GiB that an address of 63 bits reaches."""
+"""Number of GiB in an address space of 63 bits."""
 
 HashAlgorithm = Literal["blake2b", "sha256", "xxh3_128"]
 """Hash functions of block digests (docs/explanation/guarantees.md)."""
@@ -44,18 +44,18 @@ class EvictionPolicy(str, Enum):
     """When cached KV blocks, and the slots that belong to them, are evicted.
 
     The members compare equal to their string values, so an engine's own enum of the same values
-    works in their place.
+    can be used instead.
     """
 
     LRU = "lru"
     """Keep unreferenced blocks, and evict the least recently used when room is needed."""
 
     REF_ZERO = "ref_zero"
-    """Forget a block as soon as no request refers to it."""
+    """Deregister a block when its last reference is released."""
 
 
 def _setting(default: Any, check: Callable[[str, Any], Any], **options: Any) -> Any:
-    """Declare a setting; its check returns the value as the type that it is kept as."""
+    """Declare a setting; ``check`` returns the value in the type that is stored."""
     return field(default=default, metadata={"check": check}, **options)
 
 
@@ -77,70 +77,69 @@ def _flag(default: bool) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Everything about the cache that does not depend on the model's layers.
+    """Settings of the cache that do not depend on the model's layers.
 
     Attributes:
-        block_size_tokens: Tokens of one KV block; a multiple of ``ssm_chunk_size``.
-        max_requests: Requests that can run at once: rows of live state.
-        max_tokens: Tokens computed in one step, over all requests.
-        max_sequence_length: Prompt and generated tokens of one request.
-        cache_gb: One budget in GiB (2**30 bytes) for KV blocks and slots, in place of the two that
-            follow. It is divided when the context is made (docs/how-to/settings.md).
-        state_share: What part of ``cache_gb`` slots have, from 0 to 1.
+        block_size_tokens: Number of tokens of one KV block; a multiple of ``ssm_chunk_size``.
+        max_requests: Maximum number of running requests, each with a row of live states.
+        max_tokens: Maximum number of tokens computed in one step, over all requests.
+        max_sequence_length: Maximum number of prompt and generated tokens of one request.
+        cache_gb: One budget in GiB (2**30 bytes) for KV blocks and slots, instead of
+            ``kv_cache_gb`` and ``mamba_cache_gb``. It is divided when the context is made
+            (docs/how-to/settings.md).
+        state_share: Share of ``cache_gb`` for slots, from 0 to 1.
         kv_cache_gb: Budget for KV blocks in GiB.
-        num_kv_blocks: KV blocks that requests can use, the dummy block not counted; instead of
-            ``kv_cache_gb``.
+        num_kv_blocks: Number of KV blocks without the dummy block, instead of ``kv_cache_gb``.
         mamba_cache_gb: Budget for slots in GiB.
-        max_slots: Slots for saved states, instead of ``mamba_cache_gb``. 0 means that no state is
-            ever saved; without prefix caching that is the default.
-        ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
-        enable_prefix_caching: If False, nothing is matched and nothing is saved.
-        eviction_policy: What becomes of KV blocks that no request refers to.
-        slot_policy: Which saved states are evicted first where a context is given no policy of its
-            own: "adaptive" learns which come back, and has KV blocks follow them; "lru" evicts
-            the least recently used. None: what ``eviction_policy`` asks for, "adaptive" under LRU.
-        vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
-        min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels
-            that cannot start from the last token alone need more than one.
-        max_checkpoints_per_step: Checkpoints inside the prefill chunks of one step; more are
-            skipped and counted. Default: three for each request.
+        max_slots: Number of slots for saved states, instead of ``mamba_cache_gb``. 0: no state is
+            saved; this is the default without prefix caching.
+        ssm_chunk_size: Number of tokens of one chunk of the model's SSM kernel.
+        enable_prefix_caching: If False, no prefix is matched and no state is saved.
+        eviction_policy: When KV blocks without references are evicted.
+        slot_policy: Which saved states are evicted first, if the context gets no policy object.
+            "adaptive" learns which states are used again, and evicts KV blocks with their states;
+            "lru" evicts the least recently used. None: "adaptive", or any under ``REF_ZERO``.
+        vocab_size: Upper bound of token ids, exclusive. None: 2**31.
+        min_computed_tokens: Number of prompt tokens that are computed even if all are cached.
+            Kernels that cannot start from the last token alone need more than one.
+        max_checkpoints_per_step: Maximum number of checkpoints inside the prefill chunks of one
+            step; more are skipped and counted. Default: three for each request.
         save_decode_states: Save a state when decoding crosses a block boundary, so that the next
             turn of a conversation reuses the answer.
-        reuse_answers: Make the KV blocks that decoding fills findable. If False, an answer
-            is computed again where it comes back in a prompt, for models that compute a single
-            token otherwise than a prompt; no states are saved while decoding then.
-        num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
+        reuse_answers: Publish the KV blocks that decoding fills. If False, an answer that comes
+            back in a prompt is computed again, and no state is saved while decoding. That is for
+            models that compute a single token differently from a prompt.
+        num_speculative_tokens: Maximum number of drafts of a decoding request in one step. If not
             0, each request has ``live_rows_per_request`` live states, one for each outcome.
-        slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
-            in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
-        quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
+        slot_quantization: "int8" stores SSM states in slots in 8 bits: two to four times the slots
+            in the same budget, but a hit no longer equals a miss. None: stored unchanged.
+        quantized_tensors: Names of the state tensors that ``slot_quantization`` applies to. Each
             is floating-point, [heads, head_dim, state_dim] in a layer.
-        host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned where
-            a GPU copies from it. None, and none of the two counts below either: there is no tier.
-        host_state_share: How much of it is for states, from 0 to 1; the rest is for KV blocks.
-        num_host_blocks: KV blocks in the tier, instead of what its budget holds.
-        num_host_states: States in the tier, likewise.
-        disk_cache_path: A directory for a tier on disk below the host tier. What lies there
-            outlives the process; it needs an identity of model and weights.
-        disk_cache_gb: What everything below that path may take, in GiB.
-        write_on_use: 2: an entry is written to disk and store when it is used for the second time;
-            1: as soon as it is in the host tier.
-        verify_hits: What part of the hits is computed again without the cache and compared, from 0
-            to 1, in ``verify_pending``. 0: none.
-        max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
-            0 to 1.
+        host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned if a
+            GPU copies from it. No tier if this and both host counts are None.
+        host_state_share: Share of ``host_cache_gb`` for states, from 0 to 1; the rest is for KV.
+        num_host_blocks: Number of KV blocks in the host tier, instead of ``host_cache_gb``.
+        num_host_states: Number of states in the host tier, instead of ``host_cache_gb``.
+        disk_cache_path: Directory for a tier on disk below the host tier. Its entries outlive the
+            process; it needs an identity of model and weights.
+        disk_cache_gb: Maximum size in GiB of all files below ``disk_cache_path``.
+        write_on_use: 2: an entry is written to disk and store at its second use; 1: as soon as it
+            is in the host tier.
+        verify_hits: Share of the hits that ``verify_pending`` computes again without the cache and
+            compares, from 0 to 1. 0: none.
+        max_pinned_share: Maximum share of KV blocks, and of slots, that all pins hold, from 0 to 1.
         store: A store that several processes share, as a tier below the host tier and the disk: a
             ``stores.BlobStore``, or the URL of one. It needs ``hash_secret``, the same in all
             processes, and an identity of model and weights.
-        hash_algorithm: Hash function of block digests. "blake2b" is keyed with ``hash_secret``, and
-            a client cannot craft a prompt that matches another one. "sha256" is as safe, with
-            digests of 32 bytes. "xxh3_128" is fast, and only for where every client is trusted.
-        hash_secret: Key of the block digests, not empty. Default: drawn anew in each process; with
-            ``disk_cache_path`` drawn once and kept in a file there. Give the same bytes to
-            processes that must agree.
+        hash_algorithm: Hash function of block digests. "blake2b" is keyed with ``hash_secret``: a
+            client cannot craft a prompt that matches another one. "sha256" is as safe, with
+            digests of 32 bytes. "xxh3_128" is fast, but safe only if every client is trusted.
+        hash_secret: Key of the block digests, not empty. Default: a random key for each process;
+            with ``disk_cache_path`` a random key that is kept in a file there. Processes that share
+            entries need the same key.
 
     Raises:
-        InvalidArgumentError: A value is out of range, or two do not fit each other.
+        InvalidArgumentError: A value is out of range, or two settings contradict each other.
     """
 
     block_size_tokens: int = _count(256)
@@ -212,20 +211,20 @@ class CacheConfig:
 
     @property
     def max_decode_tokens(self) -> int:
-        """Tokens of one decoding request in one step: the last sampled token and its drafts."""
+        """Maximum tokens of a decoding request in one step: the last sampled token and drafts."""
         return 1 + self.num_speculative_tokens
 
     @property
     def live_rows_per_request(self) -> int:
-        """Rows of one request in the live states.
+        """Number of rows of one request in the live states.
 
-        With drafts: the state before the step, and the state after each of its tokens.
+        With drafts: one for the state before the step, and one for the state after each token.
         """
         return 1 + self.max_decode_tokens if self.num_speculative_tokens else 1
 
     @property
     def kv_budget_gb(self) -> float | None:
-        """GiB for KV blocks: ``kv_cache_gb``, or what slots leave of ``cache_gb``."""
+        """GiB for KV blocks: ``kv_cache_gb``, or the share of ``cache_gb`` that slots leave."""
         if self.cache_gb is None:
             return self.kv_cache_gb
         return self.cache_gb * (1 - self.state_share if self.enable_prefix_caching else 1)
@@ -237,12 +236,12 @@ class CacheConfig:
 
     @property
     def has_host_tier(self) -> bool:
-        """Whether entries are kept in host memory as well."""
+        """Whether there is a host tier."""
         return self.host_cache_gb is not None or self.num_host_states is not None
 
     @property
     def max_blocks_per_request(self) -> int:
-        """KV blocks that the longest allowed sequence fills."""
+        """Number of KV blocks of a sequence of ``max_sequence_length`` tokens."""
         return -(-self.max_sequence_length // self.block_size_tokens)
 
     def _check_budgets(self) -> None:
@@ -270,7 +269,7 @@ class CacheConfig:
                 f"got {self.disk_cache_path!r} and {self.disk_cache_gb!r}"
             )
         if not isinstance(self.disk_cache_path, str | os.PathLike | None) or (
-            self.disk_cache_path == ""  # which stands for the current folder elsewhere
+            self.disk_cache_path == ""  # os.fspath would make it the current folder
         ):
             raise InvalidArgumentError(
                 f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
@@ -296,8 +295,8 @@ class CacheConfig:
                 f"got {self.block_size_tokens}: a checkpoint at a block boundary would fall inside "
                 "a chunk, and a hit would differ from a miss"
             )
-        # While the counts of one step are unknown, a request lies within two steps' tokens, and
-        # at most one block boundary may lie there as well.
+        # With one step uncollected, a request's length is uncertain by two steps' tokens. At most
+        # one block boundary may lie within them.
         if self.num_speculative_tokens and 2 * self.max_decode_tokens > self.block_size_tokens:
             raise InvalidArgumentError(
                 f"num_speculative_tokens must be at most block_size_tokens / 2 - 1 "

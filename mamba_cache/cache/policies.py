@@ -31,10 +31,7 @@ _Int32s: TypeAlias = "npt.NDArray[np.int32]"
 
 @runtime_checkable
 class SlotEvictionPolicy(Protocol):
-    """Orders evictable slots; is called when a state is stored in a slot, or used by a hit.
-
-    A subclass inherits hooks that do nothing.
-    """
+    """Chooses slots to evict. Hooks report stored and used states; by default they do nothing."""
 
     __slots__ = ()
 
@@ -45,13 +42,13 @@ class SlotEvictionPolicy(Protocol):
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Return the slots to evict, the first to go first. Changes nothing.
+        """Return slots to evict, in order of eviction; change nothing.
 
         Args:
-            num_slots: How many are needed, 1 or more.
+            num_slots: Number of slots needed, >= 1.
             slots: [evictable] int64, ascending: the slots that may be evicted.
-            blocks: [evictable] int32. The block of each.
-            kv_blocks: The KV blocks' owner, whose arrays are read as they are now.
+            blocks: [evictable] int32. The block of each slot.
+            kv_blocks: The owner of the KV blocks, with its current arrays.
 
         Returns:
             ``num_slots`` of ``slots``, or all if there are fewer.
@@ -59,7 +56,7 @@ class SlotEvictionPolicy(Protocol):
         ...
 
     def on_stored(self, slots: Sequence[int]) -> None:
-        """Record that a state was put into each of the slots; there may be none."""
+        """Record that a state was stored in each of the slots; the list may be empty."""
         return
 
     def on_consumed(self, slots: Sequence[int]) -> None:
@@ -67,20 +64,20 @@ class SlotEvictionPolicy(Protocol):
         return
 
     def reset(self, max_slots: int) -> None:
-        """Forget everything, before first use and whenever the pool of that size is emptied."""
+        """Forget all records. Called before first use, and when the pool is emptied."""
         return
 
 
 class PromptFacts(NamedTuple):
-    """The facts of a request that a policy with knowledge of prompts gets.
+    """A request as a policy that uses prompts gets it.
 
     Attributes:
-        hash_ids: The hash id of each complete block of its prompt.
-        block_size_tokens: Tokens of a block.
-        num_matched_blocks: Blocks found cached.
-        num_usable_blocks: Blocks that could be skipped at most, were all of them cached.
-        will_continue: Whether its sender says that a longer prompt will follow; None: nothing said.
-        source: The source of the hint; equal sources are trusted alike.
+        hash_ids: Hash id of each complete block of the prompt.
+        block_size_tokens: Number of tokens of a block.
+        num_matched_blocks: Number of blocks found cached.
+        num_usable_blocks: Number of blocks that could be skipped if all were cached.
+        will_continue: The sender's hint whether a longer prompt will follow; None: no hint.
+        source: Source of the hint; hints of one source are trusted equally.
     """
 
     hash_ids: Sequence[int]
@@ -95,13 +92,13 @@ class StateProposal(NamedTuple):
     """A state that could be saved.
 
     Attributes:
-        prompt: What ``on_request`` returned for the request.
-        num_blocks: Blocks before the state's position.
-        kind: Why it is proposed: at the "end" of a prompt or answer, where prompts "branch", or
-            "inside" a prompt.
-        is_asked: Whether the caller asked for it by its position, so that it is not refused.
-        hash_ids: While a request decodes, the hash id of each block before the position but for
-            the last one, which is not known yet; None: they are the prompt's.
+        prompt: The result of ``on_request`` for the request.
+        num_blocks: Number of blocks before the state's position.
+        kind: Where the position lies: at the "end" of a prompt or answer, where prompts "branch",
+            or "inside" a prompt.
+        is_asked: Whether the state must not be refused, as the caller requested its position.
+        hash_ids: For a decoding request, the hash ids of the blocks before the position, without
+            the last one, which is not known yet; None: use the prompt's.
     """
 
     prompt: Any
@@ -112,11 +109,11 @@ class StateProposal(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """What a policy that knows prompts decides on proposals.
+    """The decision of a policy that uses prompts on a list of proposals.
 
     Attributes:
-        accepted: For each proposal whether its state is worth a slot.
-        victims: The slots to evict for those.
+        accepted: For each proposal, whether its state is worth a slot.
+        victims: The slots to evict for the accepted states.
     """
 
     accepted: list[bool]
@@ -125,84 +122,84 @@ class SlotPlan(NamedTuple):
 
 @runtime_checkable
 class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
-    """An eviction policy that also knows the prompts, and may refuse states before they are saved.
+    """An eviction policy that uses prompts, and may refuse states before they are saved.
 
-    For policies that need it; of others the methods of ``SlotEvictionPolicy`` are called alone.
+    A policy that does not need prompts implements only ``SlotEvictionPolicy``.
     """
 
     def on_request(self, facts: PromptFacts) -> Any:
         """Record a request that is about to run.
 
         Returns:
-            What stands for its prompt in ``StateProposal``.
+            A handle of the prompt, for ``StateProposal.prompt``.
         """
         ...
 
     def admit(
         self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
     ) -> SlotPlan:
-        """Choose which of some states are saved, and which saved ones go for them.
+        """Decide which proposed states are saved, and which saved states are evicted for them.
 
-        ``on_reserved`` or ``withdraw`` follows, before any other call but ``on_removed``.
+        The next call is ``on_reserved`` or ``withdraw``; only ``on_removed`` may come between.
 
         Args:
-            proposals: One state or more.
-            num_free: Free slots.
+            proposals: Proposed states, one or more.
+            num_free: Number of free slots.
             slots: [evictable] int64, ascending: the slots that may be evicted.
         """
         ...
 
     def on_reserved(self, slots: Sequence[int | None]) -> None:
-        """Record the slot of each accepted state, None for those that got none."""
+        """Record the slot of each accepted state; None: no slot was left."""
         ...
 
     def withdraw(self) -> None:
-        """Take back what the last ``admit`` decided: the call that asked for it broke off."""
+        """Undo the last ``admit``: the caller failed before it reserved the slots."""
         ...
 
     def on_published(
         self, slots: Sequence[int], hash_ids: Sequence[int], prefix_tokens: Sequence[int]
     ) -> None:
-        """Record that states became findable, in place of ``on_stored``.
+        """Record published states; called instead of ``on_stored``.
 
         Args:
             slots: The slots.
-            hash_ids: The hash id of the block of each; one that is not positive stands for none.
-            prefix_tokens: The tokens of the prefix that each state ends; 1 where it is unknown.
+            hash_ids: Hash id of the block of each slot; an id <= 0 means none.
+            prefix_tokens: Number of tokens of each state's prefix; 1 if unknown.
         """
         ...
 
     def on_removed(self, slots: Sequence[int]) -> None:
-        """Record that slots hold or await no state any more, for whatever reason."""
+        """Record that slots no longer hold a state and are no longer reserved."""
         ...
 
     def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
-        """Return the place, in [n] cached slots, of the state whose loss frees KV most cheaply.
+        """Return the index, in [n] cached slots, of the state to lose first for its KV blocks.
 
-        That is the one of the lowest worth for each KV block that nothing but it needs.
+        That is the state of lowest worth per KV block that no other state needs.
         """
         ...
 
     def check_invariants(self, slots_taken: Sequence[int]) -> None:
-        """Check the bookkeeping against itself, and against the slots that hold or await states.
+        """Check that all bookkeeping agrees, also with the cached and reserved slots given.
 
         Raises:
-            InvariantError: Something contradicts something else.
+            InvariantError: Two records contradict each other.
         """
         ...
 
 
 class LruSlotPolicy(SlotEvictionPolicy):
-    """The slot of the least recently used block goes first; of equal ones, the lower slot."""
+    """Evicts the slot of the least recently used block; of equal ones, the lowest slot."""
 
     __slots__ = ()
 
     def choose(
         self, num_slots: int, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView
     ) -> list[int]:
-        """Return the slots of the blocks that were used the longest ago."""
+        """Return the slots of the least recently used blocks."""
         times = as_host_array(kv_blocks.block_timestamps).take(blocks)
-        if num_slots < len(times):  # sorting all of some thousand times costs more
+        if num_slots < len(times):  # sorting thousands of timestamps would take longer
             is_old = times <= np.partition(times, num_slots - 1)[num_slots - 1]
             slots, times = slots[is_old], times[is_old]
         chosen: list[int] = slots[times.argsort(kind="stable")[:num_slots]].tolist()
@@ -210,7 +207,7 @@ class LruSlotPolicy(SlotEvictionPolicy):
 
 
 class RefZeroSlotPolicy(SlotEvictionPolicy):
-    """Any slot may go first, because no request refers to its block; the lower ones do."""
+    """Evicts the lowest slots. All are equal: no request refers to their blocks."""
 
     __slots__ = ()
 
@@ -223,7 +220,7 @@ class RefZeroSlotPolicy(SlotEvictionPolicy):
 
 
 def policy_named(name: Any) -> SlotEvictionPolicy:
-    """Make the policy for an embedder's setting."""
+    """Create the policy that an embedder's setting names."""
     value = getattr(name, "value", name)
     if value == EvictionPolicy.LRU:
         return LruSlotPolicy()
@@ -234,7 +231,7 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
 
 
 def check_policy(policy: object) -> SlotEvictionPolicy:
-    """Return what a caller gives as a policy, if it is one."""
+    """Return ``policy`` if it is a slot policy."""
     if isinstance(policy, SlotEvictionPolicy) and not isinstance(policy, type):
         return policy
     raise InvalidArgumentError(

@@ -368,7 +368,7 @@ class SlotPool:
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
-        """Free a block's slot; do nothing if the block has no slot.
+        """Free a block's slot and forget its registered hash id; do nothing without a slot.
 
         Raises:
             UnknownBlockError: The id is outside the KV pool.
@@ -394,7 +394,7 @@ class SlotPool:
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
-        """Free every slot, also reserved and pinned slots, and reset the counters and the policy.
+        """Free every slot, reserved and pinned ones too; reset policy, counters, registered hashes.
 
         In a context the call raises ``StepOrderError`` while a step is in flight or a request has
         reserved slots: a forward would write into slots that are reserved again.
