@@ -1,4 +1,4 @@
-"""The capture of states inside one forward: scans are computed in pieces, the rest is not."""
+"""Capture of states inside one forward: only scans are computed in pieces."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
 
 @dataclass(slots=True)
 class ScanRun:
-    """How the scans of one forward over a rectangle of tokens are computed, and what is kept.
+    """The scans of one forward over a rectangle of tokens, and the states saved from them.
 
-    A scan is divided into calls, one for each piece of the rows, so that it hands over its states
-    between them. The pieces of all rows have the same tokens, or each row has its own ``bounds``.
+    A scan runs as one call for each piece of the rows, and returns a state after each piece. A cut
+    is the boundary between two pieces. All rows have the same cuts, or ``bounds`` has each row's.
     """
 
-    num_rows: int  # sequences that it computes
-    num_tokens: int  # of each, padding behind them included
+    num_rows: int  # sequences in the rectangle
+    num_tokens: int  # tokens per row, padding at the end included
     widths: tuple[int, ...]  # tokens of each piece, padding included
     device: torch.device
-    # [rows, pieces + 1] int64: where each row's pieces begin, and where the last one ends.
+    # [rows, pieces + 1] int64: the starts of each row's pieces, and the end of the last piece.
     bounds: torch.Tensor | None = None
-    # Of each cut, [rows] int64: rows whose states are kept, and their places in a room. Several
-    # rows may write the same state to the same place.
+    # For each cut two [rows] int64: the rows whose states are saved, and their indices in the
+    # target. Several rows may write the same state to the same index.
     saved: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    # For each cut an iterator over the room of each state: [places, *shape], in order.
+    # For each cut an iterator over the target of each state, [indices, *shape], in layer order.
     states: Sequence[Iterator[torch.Tensor]] = ()
-    # Likewise those of windows of attention: [1, heads, width, head_dim].
+    # For each cut an iterator over targets of attention windows, [1, heads, width, head_dim].
     windows: Sequence[Iterator[torch.Tensor]] = ()
-    is_kernel: bool = False  # whether the scans are kernels, which compute step sizes in float32
-    pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
-    num_written: int = 0  # tensors of the model's states that were captured at all cuts
-    ends: Sequence[Any] = field(init=False)  # of each cut: [rows] int64, or an int for all rows
+    is_kernel: bool = False  # the scans are kernels, which compute step sizes in float32
+    pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until saved
+    num_written: int = 0  # number of the model's state tensors that were saved at all cuts
+    ends: Sequence[Any] = field(init=False)  # for each cut: [rows] int64, or an int for all rows
     kernels: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class ScanRun:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where pieces that are the same in all rows meet, ascending."""
+        """The cuts in tokens, ascending, if they are the same in all rows."""
         return tuple(accumulate(self.widths[:-1]))
 
     def compute(self, scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a scan of the forward, in the place of the function ``scan``."""
+        """Stand in for the function ``scan``: compute it piece by piece, and note the states."""
         initial = next(iter(_INITIAL & kwargs.keys()), None)
         if initial is None or not any(kwargs.get(name) for name in _RETURNS_FINAL):
             return scan(*args, **kwargs)
@@ -80,7 +80,7 @@ class ScanRun:
         numbers = [number for number, width in enumerate(self.widths) if width]
         state, outputs, states, first = given[initial], [], [], 0
         for number, width in enumerate(self.widths):
-            if width:  # kernels write out of bounds for no tokens
+            if width:  # with zero tokens kernels write out of bounds
                 if self.bounds is None:
                     parts = [value[:, first : first + width] for value in values]
                 else:
@@ -106,10 +106,10 @@ class ScanRun:
     def _stop_steps(
         self, scan: Callable[..., Any], given: dict[Any, Any], num_args: int
     ) -> dict[Any, float]:
-        """Have padding take no step in time: return what its step sizes, if any, are to be.
+        """Give padding a step size of zero: return the fill value of ``dt``, if it is not zero.
 
-        Of all other inputs zeros are neutral. A step size of minus infinity is one of zero once the
-        scan has taken its softplus; where it has a lower limit, the steps are computed here.
+        For all other inputs zeros are neutral. Softplus turns minus infinity into a step of zero.
+        If step sizes have a lower limit, they are computed here, and the scan does not change them.
         """
         names = _names_of(scan)
         key = "dt" if "dt" in given else names.index("dt") if "dt" in names[:num_args] else None
@@ -133,18 +133,18 @@ class ScanRun:
 
 @lru_cache(maxsize=32)
 def _names_of(scan: Callable[..., Any]) -> list[str]:
-    """Return what a scan calls its arguments."""
+    """Return the parameter names of a scan."""
     return list(inspect.signature(scan).parameters)
 
 
 class StateCapture:
-    """Takes the states at checkpoints out of one forward over sequences of one length.
+    """Copies states at checkpoints to slots during one forward.
 
-    A model's layers call functions of their module for their scans, which take the state to begin
-    with and return the one at the end. While states are captured these functions compute their
-    sequence in pieces, each from the state of the one before: the same calls as if the prompt were
-    computed in several forwards, but projections, attention and MLPs run once over all of it. What
-    enters a convolution or a sliding window passes through the cache's layers and is read there.
+    A layer scans a sequence with a function that takes the initial state and returns the final one.
+    During capture this function is replaced: it scans piece by piece, each from the state of the
+    piece before, and the states between pieces are saved. Scans are thus computed as by several
+    forwards, while projections, attention and MLPs run once over all tokens. The inputs of
+    convolutions and of sliding windows are read in the update methods of the cache's layers.
     """
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[LayerParts]) -> None:
@@ -160,7 +160,7 @@ class StateCapture:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the scans are computed by kernels; the reference path needs far more memory."""
+        """Whether kernels compute the scans; the reference code needs far more memory."""
         return all(_is_kernel(getattr(owner, name)) for owner, name in self._scans)
 
     @contextmanager
@@ -171,11 +171,11 @@ class StateCapture:
         num_tokens: int,
         rooms: Mapping[int, SequenceMemory],
     ) -> Iterator[set[int]]:
-        """Capture states of the forward that runs inside, over ``num_tokens`` from ``start`` on.
+        """Capture states of the forward in the body, over ``num_tokens`` from ``start`` on.
 
-        ``rooms`` has the room for the state at each position; windows are of their full width, and
-        what the position leaves of it is zeroed at the end. Yields a set into which, when the
-        forward has ended, the positions are put whose states were captured whole.
+        ``rooms`` has the target of each position's state. Targets of windows have their full width,
+        and are filled with zeros if the position is smaller. Yield a set; after the body it has the
+        positions of which all states were captured.
         """
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)
@@ -199,9 +199,9 @@ class StateCapture:
 
     @contextmanager
     def scanning(self, run: ScanRun, cache: Any) -> Iterator[None]:
-        """Have ``run`` compute the scans of the thread's forward, and keep what it leaves.
+        """Have ``run`` compute the scans of this thread's forward, and save states, in the body.
 
-        The layers of its ``cache`` hand over what passes through them while the body runs.
+        The update methods of the layers of ``cache`` are replaced too while the body runs.
         """
         with ExitStack() as undo:
             self._tap(undo, cache, run)
@@ -228,11 +228,11 @@ class StateCapture:
                 taps["update"] = partial(_keep_tokens, layer.update, layer, run, pairs)
             for name, tap in taps.items():
                 setattr(layer, name, tap)
-                undo.callback(delattr, layer, name)  # it refers to the layer
+                undo.callback(delattr, layer, name)  # the tap refers to the layer: a cycle
 
 
 def _state_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return which of a layer's states an update is of, by its arguments after the state."""
+    """Return the index of the updated state in its layer, from the arguments after the state."""
     index: int = args[0] if args else kwargs.get("state_idx", 0)
     return index
 
@@ -240,12 +240,12 @@ def _state_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def _update_by_token(
     update: Callable[..., torch.Tensor], layer: Any, run: ScanRun, *args: Any, **options: Any
 ) -> torch.Tensor:
-    """Do what a layer's ``update_conv_state`` does, but keep the channels of a token together.
+    """Stand in for a layer's ``update_conv_state``, and keep each token's channels contiguous.
 
-    A kernel reads them so in a third of the time, and so they come from the projection.
+    The projection returns them contiguous, and a kernel reads them so in a third of the time.
     """
     new, index = args[0] if args else options["conv_states"], _state_index(args[1:], options)
-    # The kernel refuses rows of other sizes, if channels lie together.
+    # With contiguous channels the kernel needs a number of channels that is a multiple of 8.
     is_served = new.stride(1) == 1 and new.shape[1] % 8 == 0
     if not is_served or not numbered(layer.has_previous_state)[index]:
         return update(*args, **options)
@@ -264,13 +264,13 @@ def _keep_windows(
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends.
+    """Stand in for a layer's ``update_conv_state``; save conv windows at cuts and rows' ends.
 
-    ``to`` has by the number of the convolution the room of each cut.
+    ``to`` has the target of each cut, by the index of the convolution.
     """
     full = update(*args, **options)
     new, index = args[0] if args else options["conv_states"], _state_index(args[1:], options)
-    # Other shapes are not the inputs of the whole rectangle.
+    # Inputs of another shape are not those of the whole rectangle.
     if index in to and (new.shape[0], new.shape[-1]) == (run.num_rows, run.num_tokens):
         num_before = full.shape[-1] - run.num_tokens
         for (owners, places), end, room in zip(run.saved, run.ends, to[index], strict=True):
@@ -287,7 +287,7 @@ def _keep_windows(
 
 
 def _window_before(full: torch.Tensor, end: int, width: int) -> torch.Tensor:
-    """Return the inputs of a convolution before column ``end``, zeros where there are too few."""
+    """Return a convolution's ``width`` inputs before column ``end``, padded left with zeros."""
     window = full[..., max(end - width, 0) : end]
     return functional.pad(window, (width - window.shape[-1], 0))
 
@@ -299,14 +299,14 @@ def _keep_states(
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Do what a layer's ``update_recurrent_state`` does, and keep the scan's states at the cuts."""
+    """Stand in for a layer's ``update_recurrent_state``; save the scan's states at the cuts."""
     pieces, run.pieces = run.pieces, None
     own = to.get(_state_index(args[1:], options))
     if pieces is not None and own is not None:
         shapes = [
             (state.shape[1:], room.shape[1:]) for state, room in zip(pieces, own, strict=True)
         ]
-        if all(shape == wanted for shape, wanted in shapes):
+        if all(shape == expected for shape, expected in shapes):
             for (owners, places), state, room in zip(run.saved, pieces, own, strict=True):
                 run.kernels.copy_rows(state.contiguous()[None], room[None], owners, places)
             run.num_written += 1
@@ -321,7 +321,7 @@ def _keep_tokens(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Do what a layer's ``update`` does, and keep the window of attention before each cut."""
+    """Stand in for a layer's ``update``; save the attention window before each cut."""
     before = layer.keys, layer.values
     new = [*args, options.get("key_states"), options.get("value_states")][:2]
     size = run.num_rows, run.num_tokens
@@ -343,7 +343,7 @@ def _fill_window(room: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor
 
 
 def _functions_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield the functions that a model's layers call: of its modules, and of its code."""
+    """Yield functions that a model's layers can call: attributes of modules and of their files."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         code = sys.modules.get(type(module).__module__)
@@ -355,7 +355,7 @@ def _functions_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[.
 
 
 def _is_kernel(function: Callable[..., Any]) -> bool:
-    """Look behind what transformers puts before a kernel and its reference alike."""
+    """Return whether a function is a kernel, also behind a wrapper of transformers."""
     cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     implementation = cells.get("implementation", function)
     module = getattr(implementation, "__module__", None) or "transformers."
@@ -365,8 +365,8 @@ def _is_kernel(function: Callable[..., Any]) -> bool:
 def _is_scan(function: Callable[..., Any]) -> bool:
     """Return whether a function computes a sequence from one state to the next.
 
-    transformers names these functions differently from version to version and from kernel package
-    to kernel package, and keeps them in the module of the model's code or in its layers.
+    Recognised by parameters, because names differ between versions of transformers and kernel
+    packages. The functions are in the file of the model's code or in its layers.
     """
     try:
         parameters = inspect.signature(function).parameters.keys()
