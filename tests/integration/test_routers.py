@@ -8,7 +8,7 @@ import pytest
 for package in ("zmq", "msgspec"):
     pytest.importorskip(package, reason="needs the extra events")
 
-from events_rig import BLOCK, PAUSE, Books  # noqa: E402
+from events_rig import BLOCK, PAUSE, RecordedCache  # noqa: E402
 from router_rig import FEW, FEW_SLOTS, KINDS, LOAD, SIZES, TWICE, run, two  # noqa: E402
 
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
@@ -81,13 +81,13 @@ class Service:
 class Prompts:
     """Prompts that could once use something, and what they can use now."""
 
-    def __init__(self, books, mode):
-        self._books, self._mode = books, mode
+    def __init__(self, cache, mode):
+        self._cache, self._mode = cache, mode
         self._seen = set()
 
     def worths(self):
         """Each prompt with the blocks that it can use, by the definition."""
-        told = self._books.expected(self._mode)[0]
+        told = self._cache.expected(self._mode)[0]
         for block_hash in told:
             tokens, at = [], block_hash
             while at is not None:
@@ -116,15 +116,15 @@ class Prompts:
 @pytest.mark.engine
 @pytest.mark.parametrize("mode", ["resident", "reachable"])
 def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, rng):
-    draw, books = random.Random(int(rng.integers(2**32))), Books(64, 16)
-    prompts = Prompts(books, mode)
+    draw, cache = random.Random(int(rng.integers(2**32))), RecordedCache(64, 16)
+    prompts = Prompts(cache, mode)
     with ExitStack() as stack:
         any_port = {"endpoint": two.ANY_PORT, "replay_endpoint": two.ANY_PORT}
         publisher = stack.enter_context(
             EventPublisher(**any_port, mode=mode, heartbeat_seconds=0.1)
         )
-        publisher.watch(books)
-        books.load(draw, 30)
+        publisher.watch(cache)
+        cache.load(draw, 30)
         service = Service(publisher)
         stack.callback(service.router.close)
         prompts.wait_until_credited(service)
@@ -141,7 +141,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
 
         for _ in range(10):
             publisher._pub = Lossy()
-            books.load(draw, 10)
+            cache.load(draw, 10)
             PAUSE.wait(0.03)
             publisher._pub = socket
             prompts.wait_until_credited(service)
@@ -151,7 +151,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
 
 @pytest.mark.engine
 def test_a_router_forgets_what_the_process_before_told_at_the_same_address():
-    first, second = Books(), Books()
+    first, second = RecordedCache(), RecordedCache()
     with ExitStack() as stack:
         old = EventPublisher(two.ANY_PORT, replay_endpoint=two.ANY_PORT)
         old.watch(first)

@@ -123,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         del self.wanted[request_id]
 
     @invariant()
-    def books_agree(self):
+    def invariants_hold(self):
         if hasattr(self, "engine"):
             self.engine.context.check_invariants()
             assert self.engine.num_requests == len(self.wanted)

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
 
-from events_rig import BLOCK, PAUSE, Books, Known, Subscriber, by_hand, observe
+from events_rig import BLOCK, PAUSE, Known, RecordedCache, Subscriber, by_hand, observe
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,15 +29,15 @@ def take_over(known, events):
 @examples(100)
 @given(st.randoms(use_true_random=False), st.sampled_from(MODES))
 def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
-    books, view, known = Books(), EventView(BLOCK, mode), Known()
-    books.listeners.add(view.apply, Stored, Removed)
+    cache, view, known = RecordedCache(), EventView(BLOCK, mode), Known()
+    cache.listeners.add(view.apply, Stored, Removed)
     for _ in range(40):
-        books.load(rng, 1)
+        cache.load(rng, 1)
         take_over(known, view.take_events())
-        expected = books.expected(mode)
+        expected = cache.expected(mode)
         assert known.groups == expected
         assert (view.num_told_blocks, view.num_told_states) == tuple(map(len, expected.values()))
-        untold = sum(tokens is None for _, tokens in books.blocks.values())
+        untold = sum(tokens is None for _, tokens in cache.blocks.values())
         assert view.num_untold == untold
         anew = Known()
         take_over(anew, view.snapshot())
@@ -50,9 +50,9 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
     seed, mode, num_silent
 ):
     # Not Hypothesis's own: what is drawn for losses depends on when messages arrive.
-    rng, fate, books = random.Random(seed), random.Random(seed), Books()
+    rng, fate, cache = random.Random(seed), random.Random(seed), RecordedCache()
     with by_hand(mode) as publisher, ExitStack() as connected:
-        observe(books, publisher)
+        observe(cache, publisher)
         subscribers = [
             connected.enter_context(Subscriber(publisher)),
             connected.enter_context(Subscriber(publisher, loses=lambda: fate.random() < 0.4)),
@@ -60,18 +60,18 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
         ]
         always, lossy, away = subscribers
         for number in range(12):
-            books.load(rng, rng.randrange(4))
+            cache.load(rng, rng.randrange(4))
             publisher._step()
             for one in (always, lossy, *([away] if number < 4 else [])):
                 one.receive(publisher._step)
         away.disconnect()
         for _ in range(num_silent):  # more than the log has, or fewer
             publisher._send([])
-        books.load(rng, 3)
+        cache.load(rng, 3)
         away.connect()
         subscribers.append(connected.enter_context(Subscriber(publisher)))  # late
         lossy.loses = lambda: False
-        expected = books.expected(mode)
+        expected = cache.expected(mode)
         for _ in range(1000):
             publisher._step()
             for one in subscribers:
@@ -84,25 +84,25 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
-    draw, fate, books = random.Random(int(rng.integers(2**32))), random.Random(0), Books()
+    draw, fate, cache = random.Random(int(rng.integers(2**32))), random.Random(0), RecordedCache()
     endpoints = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
     with (
         EventPublisher(**endpoints, mode=mode, heartbeat_seconds=0.05) as publisher,
         ExitStack() as connected,
     ):
-        publisher.watch(books)
+        publisher.watch(cache)
         subscribers = [
             connected.enter_context(Subscriber(publisher)),
             connected.enter_context(Subscriber(publisher, loses=lambda: fate.random() < 0.3)),
         ]
         for _ in range(60):
-            books.load(draw, 5)
+            cache.load(draw, 5)
             PAUSE.wait(0.002)
             for one in subscribers:
                 one.receive()
         subscribers.append(connected.enter_context(Subscriber(publisher)))
         subscribers[1].loses = lambda: False
-        expected = books.expected(mode)
+        expected = cache.expected(mode)
         for _ in range(500):
             for one in subscribers:
                 one.receive()
@@ -116,9 +116,9 @@ def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
 
 
 def test_a_run_of_blocks_is_one_event():
-    books, view = Books(), EventView(BLOCK, "resident")
-    books.listeners.add(view.apply, Stored, Removed)
-    books.run([5] * 6 * BLOCK, [])
+    cache, view = RecordedCache(), EventView(BLOCK, "resident")
+    cache.listeners.add(view.apply, Stored, Removed)
+    cache.run([5] * 6 * BLOCK, [])
     [event] = view.take_events()
     assert event["type"] == "BlockStored"
     assert len(event["block_hashes"]) == 6

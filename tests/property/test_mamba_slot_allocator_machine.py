@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slot_rig import (
     LastUsedPolicy,
     add_live_states,
-    books,
+    bookkeeping,
     live_bits,
     make_allocator,
     make_context,
@@ -164,12 +164,12 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         victims = self.victims(wanted)
         short = max(len(new) - self.num_free, 0)
         if short > len(victims):
-            before = books(self.allocator)
+            before = bookkeeping(self.allocator)
             with pytest.raises(MambaSlotCapacityError) as caught:
                 self.allocator.allocate_slots_batch(wanted)
             assert caught.value.required == len(new)
             assert caught.value.available == self.num_free + len(victims)
-            assert books(self.allocator) == before
+            assert bookkeeping(self.allocator) == before
             return
         slots = self.allocator.allocate_slots_batch(wanted)
         self.evict(victims[:short])
@@ -422,10 +422,10 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.skipped = self.evicted = self.refused = 0
 
     def is_refused(self, error, call, *arguments):
-        before = books(self.allocator)
+        before = bookkeeping(self.allocator)
         with pytest.raises(error):
             call(*arguments)
-        assert books(self.allocator) == before
+        assert bookkeeping(self.allocator) == before
 
     @rule(bad=st.sampled_from([-1, NUM_BLOCKS]), block=blocks, data=st.data())
     def misuse(self, bad, block, data):
@@ -445,7 +445,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     # What must hold.
 
     @invariant()
-    def the_books_agree(self):
+    def invariants_hold(self):
         allocator = self.allocator
         allocator.check_invariants()
         assert {

@@ -513,7 +513,7 @@ class ContextMachine(RuleBasedStateMachine):
             assert self.context.stats().cached_blocks == 0
 
     @invariant()
-    def books_agree(self):
+    def invariants_hold(self):
         if hasattr(self, "context"):
             self.context.check_invariants()
             assert self.context.request_table.num_free_rows == 4 - len(

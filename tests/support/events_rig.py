@@ -37,7 +37,7 @@ GOLDEN = bytes.fromhex(
 """A batch with each kind of event, as vLLM 0.33's classes encode and decode it."""
 
 
-class Books:
+class RecordedCache:
     """Both allocators, used like an engine does, and a plain record of their events."""
 
     def __init__(self, num_blocks: int = 24, num_slots: int = 6) -> None:
@@ -270,9 +270,9 @@ def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[Eve
         publisher.close()
 
 
-def observe(books: Books, publisher: EventPublisher) -> None:
+def observe(cache: RecordedCache, publisher: EventPublisher) -> None:
     """Add the publisher as a listener, as ``watch`` does, without starting its thread."""
-    books.listeners.add(publisher._take, Stored, Removed)
+    cache.listeners.add(publisher._take, Stored, Removed)
 
 
 def catch_up(publisher: EventPublisher, subscriber: Subscriber) -> None:

@@ -129,7 +129,7 @@ def live_bits(context, row):
     return state_bits(context.mamba_conv_states, context.mamba_ssm_states, row)
 
 
-def books(pool):
+def bookkeeping(pool):
     """The whole bookkeeping of a pool, to compare before and after a call."""
     return (
         pool.free_slots[: pool.free_count].tolist(),

@@ -149,8 +149,8 @@ class StoreMachine(LowerTierMachine):
         self.quiet()
 
     @invariant()
-    def books_agree(self):
-        super().books_agree()
+    def invariants_hold(self):
+        super().invariants_hold()
         if hasattr(self, "context") and self.copies:
             self.tier.check_invariants()
 

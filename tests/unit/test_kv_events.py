@@ -13,7 +13,7 @@ zmq = pytest.importorskip("zmq", reason="needs the extra events")
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 
 from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
-from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
+from events_rig import GOLDEN, PAUSE, RecordedCache, Subscriber, by_hand, catch_up, observe  # noqa: E402
 from work import lines_executed  # noqa: E402
 
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
@@ -58,7 +58,7 @@ def test_frames_are_a_topic_a_number_and_a_batch():
         sub.linger = 0
         sub.subscribe(b"kv@")
         sub.connect(publisher.endpoint)
-        publisher.watch(Books())
+        publisher.watch(RecordedCache())
         assert sub.poll(10_000)
         topic, first, payload = sub.recv_multipart()
         _, second, _ = sub.recv_multipart()
@@ -129,18 +129,18 @@ def test_settings_are_checked(name, value):
 
 
 def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
-    full = Books()
+    full = RecordedCache()
     full.run([1] * 8, [])
     with EventPublisher(**ANY) as publisher:
         with pytest.raises(InvalidArgumentError, match="kv_block_allocator"):
             publisher.watch(object())
         with pytest.raises(InvalidArgumentError, match="holds 2 blocks"):
             publisher.watch(full)
-        publisher.watch(Books())
+        publisher.watch(RecordedCache())
         with pytest.raises(StepOrderError, match="already"):
-            publisher.watch(Books())
+            publisher.watch(RecordedCache())
     with pytest.raises(StepOrderError, match="closed"):
-        publisher.watch(Books())
+        publisher.watch(RecordedCache())
 
 
 # What a context tells.
@@ -180,14 +180,14 @@ def test_what_tokens_alone_do_not_name_is_told_beside_them_as_vllm_does(keys, ex
 
 
 def test_an_event_costs_the_cache_an_append_and_nothing_else():
-    books = Books()
+    cache = RecordedCache()
     with by_hand() as publisher:
         assert lines_executed(lambda: publisher._take("event")) == 2
         publisher._waiting.clear()
-        books.run([1] * 32, [8])
-        observe(books, publisher)
+        cache.run([1] * 32, [8])
+        observe(cache, publisher)
         sent = publisher.stats().batches
-        books.load(random.Random(0), 50)
+        cache.load(random.Random(0), 50)
         assert publisher.stats().batches == sent
         assert publisher.stats().waiting_events > 50
 
@@ -244,7 +244,7 @@ def test_a_closed_publisher_is_forgotten_and_its_subscribers_know_nothing():
 
 
 def test_a_new_process_at_the_same_address_is_not_taken_for_the_old_one():
-    first, second = Books(), Books()
+    first, second = RecordedCache(), RecordedCache()
     publisher = EventPublisher(**ANY)
     with Subscriber(publisher) as subscriber:
         publisher.watch(first)
@@ -306,7 +306,7 @@ def resident_bytes():
 def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
     """From a client that has 300 MB to send; others are answered as before."""
     with EventPublisher(**ANY) as publisher:
-        publisher.watch(Books())
+        publisher.watch(RecordedCache())
         before, size = resident_bytes(), 300 * 2**20
         with speak(getattr(publisher, name), kind) as peer:
             peer.sendall(b"\x02" + size.to_bytes(8, "big"))
@@ -322,11 +322,11 @@ def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
 
 
 def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
-    books = Books()
+    cache = RecordedCache()
     with by_hand() as publisher:
         publisher._is_snapshot_due = False
-        observe(books, publisher)
-        books.run([1] * 32, [8])
+        observe(cache, publisher)
+        cache.run([1] * 32, [8])
         dealer = zmq.Context.instance().socket(zmq.DEALER)
         dealer.linger = 0
         dealer.connect(publisher.replay_endpoint)

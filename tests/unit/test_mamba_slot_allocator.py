@@ -12,7 +12,7 @@ from slot_rig import (
     SSM,
     LastUsedPolicy,
     add_live_states,
-    books,
+    bookkeeping,
     full,
     live_bits,
     make_allocator,
@@ -123,7 +123,7 @@ def test_hashes_that_an_embedder_writes_or_drops_are_the_truth():
 
 def test_hash_ids_are_checked_before_anything_is_registered():
     allocator = full(slots=2)
-    before = books(allocator)
+    before = bookkeeping(allocator)
     for too_large in (2**63, 2**70):
         with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
             allocator.register_block_hashes_batch([0, 1], [1, too_large])
@@ -134,7 +134,7 @@ def test_hash_ids_are_checked_before_anything_is_registered():
     with pytest.raises(UnknownBlockError):
         allocator.on_kv_blocks_deregistered([0, 12], [101])
     allocator.register_block_hashes_batch([1], [-(2**63)])  # none
-    assert books(allocator) == before
+    assert bookkeeping(allocator) == before
 
 
 @pytest.mark.parametrize(

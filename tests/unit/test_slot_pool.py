@@ -1,7 +1,7 @@
-"""The books of slots: reservations, pins, and what is refused. The state machine tries the rest."""
+"""The bookkeeping of slots: reservations, pins and refusals. The state machine tries the rest."""
 
 import pytest
-from slot_rig import books, make_pool, save
+from slot_rig import bookkeeping, make_pool, save
 
 from mamba_cache.cache import RefZeroSlotPolicy, SlotPool
 from mamba_cache.errors import (
@@ -57,10 +57,10 @@ def test_sizes_must_be_counts(sizes):
 )
 def test_bad_moves_are_refused_before_anything_changes(pool, blocks, victims, message):
     pool.policy.victims = victims
-    before = books(pool)
+    before = bookkeeping(pool)
     with pytest.raises(InvalidArgumentError, match=message):
         pool.reserve_slots(blocks)
-    assert books(pool) == before
+    assert bookkeeping(pool) == before
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_bad_moves_are_refused_before_anything_changes(pool, blocks, victims, me
     ],
 )
 def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, message):
-    before = books(pool)
+    before = bookkeeping(pool)
     with pytest.raises(InvalidArgumentError, match=message):
         pool.commit_reserved(slots, blocks)
-    assert books(pool) == before
+    assert bookkeeping(pool) == before
     assert pool.commit_reserved([2], [9]) == [2]
 
 

@@ -329,7 +329,7 @@ class EventPublisher:
         """Send a subscriber the batches that it lacks, or send a snapshot to all."""
         if num_frames != _REQUEST_FRAMES or len(request[2]) != 8:
             sizes = [len(frame) for frame in request]
-            text = "a replay request is 3 frames, the last of 8 bytes, got %s frames, sizes from %s"
+            text = "a replay request is 3 frames, the last of 8 bytes, got %s frames, sizes %s"
             _log.warning(text, f"{num_frames:,}", sizes)
             return
         client, _, start = request
