@@ -1,4 +1,4 @@
-"""The layers of a transformers cache, read and written; and the tensors that prefixes of them fill.
+"""Reading and writing the layers of a transformers cache, and the tensors of slots and KV blocks.
 
 States lie in slots, keys and values in KV blocks.
 """
@@ -39,30 +39,30 @@ _KNOWN_LAYERS = (
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionLayer",
 )
-"""Exactly these: a layer derived from one of them keeps something else besides, or elsewhere."""
+"""Subclasses of these are refused, because they may keep other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What one layer keeps of a sequence."""
+    """The data that one layer keeps of a sequence."""
 
     kind: str  # the name of the layer's class
     convs: tuple[int, ...]  # indices of its conv states
     recurrents: tuple[int, ...]  # indices of its recurrent states
-    has_tokens: bool  # it keeps the keys and values of all tokens
-    window: int  # it keeps those of as many tokens, the last ones; 0 if of none or of all
+    has_tokens: bool  # the layer keeps the keys and values of all tokens
+    window: int  # number of last tokens whose keys and values it keeps; 0: of all or of none
 
 
 @dataclass(slots=True)
 class SequenceMemory:
-    """All that a model's cache holds of sequences of one length, layer by layer."""
+    """The tensors of a model's cache, layer by layer, for sequences of one length."""
 
-    num_tokens: int  # whose effect is in it, padding on the left included
+    num_tokens: int  # number of computed tokens, padding on the left included
     # [rows, *shape] each: conv and recurrent states.
     states: list[torch.Tensor] = field(default_factory=list)
     # [rows, heads, min(num_tokens, window), head_dim] each: keys, then values.
     windows: list[torch.Tensor] = field(default_factory=list)
-    # [rows, heads, num_tokens, head_dim] each: keys, then values, of the other layers.
+    # [rows, heads, num_tokens, head_dim] each: keys, then values, of layers without a window.
     tokens: list[torch.Tensor] = field(default_factory=list)
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
@@ -87,22 +87,22 @@ class SequenceMemory:
         return list(map(attrgetter("dtype"), self.tensors()))
 
     def copy_states(self) -> SequenceMemory:
-        """Return copies of the states and windows, without the other tokens."""
+        """Return copies of the states and windows, without keys and values of other layers."""
         clones = (list(map(torch.clone, own)) for own in (self.states, self.windows))
         return SequenceMemory(self.num_tokens, *clones)
 
     def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
-        """Return copies with the dtypes that ``dtypes`` of another one returned."""
-        wanted = iter(dtypes)
+        """Return copies with these dtypes, which are in the order of ``dtypes``."""
+        targets = iter(dtypes)
         states, windows, tokens = (
-            [tensor.to(next(wanted)) for tensor in tensors]
+            [tensor.to(next(targets)) for tensor in tensors]
             for tensors in (self.states, self.windows, self.tokens)
         )
         return SequenceMemory(self.num_tokens, states, windows, tokens)
 
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
-    """Make one batch of sequences of one row each, padded on the left with zeros to a length."""
+    """Stack memories of one row each, padded on the left with zeros to ``num_tokens``."""
     short = [num_tokens - memory.num_tokens for memory in memories]
     return SequenceMemory(
         num_tokens,
@@ -113,7 +113,7 @@ def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> Seque
 
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
-    """Find out what each layer of a cache keeps that a forward has filled."""
+    """Return the parts of each layer of a cache that a forward has filled."""
     layers = tuple(_parts_of(index, layer) for index, layer in enumerate(cache.layers))
     if not any(layer.convs or layer.recurrents for layer in layers):
         empty = [i for i, layer in enumerate(layers) if layer.kind.startswith("LinearAttention")]
@@ -138,7 +138,7 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
-    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
+    """Return the tensors of a cache after ``num_tokens`` tokens, without copying them."""
     memory, missing = SequenceMemory(num_tokens), []
     for index, (layer, parts) in enumerate(zip(_layers_like(cache, layers), layers, strict=True)):
         convs = [numbered(layer.conv_states)[i] for i in parts.convs]
@@ -149,13 +149,13 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
         if names:
             missing.append(f"{' and '.join(names)} in layer {index}")
             continue
-        # A cache that can take tokens back keeps the windows before them as well.
+        # A cache that can remove tokens again keeps older inputs of convolutions as well.
         if getattr(layer, "record_past", False):
             widths = numbered(layer.conv_kernel_size)
             convs = [x[..., -widths[i] :] for x, i in zip(convs, parts.convs, strict=True)]
         memory.states += [*convs, *recurrents]
         if parts.window:
-            if layer.sliding_window != parts.window + 1:  # what a slot has room for
+            if layer.sliding_window != parts.window + 1:  # slots have room for the old size
                 raise ModelChangedError(
                     f"the model's sliding window had {parts.window + 1} tokens when the prefix "
                     f"cache was made and has {layer.sliding_window} now: make a new prefix cache"
@@ -172,9 +172,9 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
 
 
 def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Tensor:
-    """Pad each of ``rows``, [1, heads, tokens, head_dim], by as many tokens as it is short."""
+    """Pad each row, [1, heads, tokens, head_dim], on the left by its number in ``short``."""
     padded = [functional.pad(row, (0, 0, n, 0)) for row, n in zip(rows, short, strict=True)]
-    length = min(row.shape[2] for row in padded)  # a window drops what is before it
+    length = min(row.shape[2] for row in padded)  # windows have fewer tokens than the sequences
     return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
@@ -182,13 +182,13 @@ _TENSORS = {"conv_states", "recurrent_states", "keys", "values"}
 
 
 def _attributes_of(layer: Any, parts: LayerParts) -> dict[str, Any]:
-    """Return the attributes of a filled layer, the same for every sequence, without its tensors."""
+    """Return the attributes of a filled layer that are the same for every sequence: no tensors."""
     attributes = dict(vars(layer))
     for name in _TENSORS & attributes.keys():
         kept = attributes[name]
         attributes[name] = dict.fromkeys(kept) if isinstance(kept, dict) else None
     previous = attributes.get("has_previous_state")
-    if isinstance(previous, dict):  # which only the update of a conv state sets
+    if isinstance(previous, dict):  # only the update of a conv state sets its items
         recurrents = dict.fromkeys(parts.recurrents, True)
         attributes["has_previous_state"] = {**previous, **recurrents}
     return attributes
@@ -204,7 +204,7 @@ def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.T
 
 
 def _layers_like(cache: Any, layers: Sequence[LayerParts]) -> list[Any]:
-    """Return the layers of a cache, which must be of the kinds that were learned."""
+    """Return the layers of a cache; raise if their kinds differ from ``layers``."""
     filled: list[Any] = cache.layers
     kinds = list(map(attrgetter("__class__.__name__"), filled))
     expected = list(map(attrgetter("kind"), layers))
@@ -232,21 +232,21 @@ def _parts_of(index: int, layer: Any) -> LayerParts:
 
 
 def numbered(states: Any) -> dict[int, Any]:
-    """Return a layer's dict of states; before transformers 5.15 it had at most one of a kind."""
+    """Return a layer's states as a dict; before transformers 5.15 a layer had just one."""
     return states if isinstance(states, dict) else {0: states}
 
 
 _Kept = tuple[str, tuple[int, ...], torch.dtype]
-"""What one tensor of a layer is called, its shape in one slot or block, and its dtype."""
+"""A tensor of a layer: its name, its shape in one slot or block, and its dtype."""
 
 
 class PrefixLayout:
-    """What a slot and a KV block of one model are made of.
+    """The tensors that make up a slot and a KV block of one model.
 
-    A slot holds the conv and recurrent states and, because they too have one size at any position,
-    the windows of sliding-window layers. A block holds keys and values of all other layers.
+    A slot holds the conv and recurrent states, and the windows of sliding-window layers, which have
+    the same size at every position too. A block holds keys and values of the other layers.
 
-    It is learned from a cache that a forward has filled, and what that held of one row.
+    The layout is read from a ``cache`` that a forward has filled, and its ``sample`` of one row.
     """
 
     def __init__(
@@ -286,14 +286,14 @@ class PrefixLayout:
         self.dtypes = sample.dtypes()
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Make a fresh cache own the tensors of ``memory``, which nothing else may use.
+        """Put the tensors of ``memory`` into a fresh cache, which then owns them.
 
-        Nothing is copied or allocated: the methods of the layers take several launches a state.
+        Nothing is copied: the update methods of layers would need several launches for each state.
         """
         fresh = _layers_like(cache, self.layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
         for layer, parts, filled in zip(fresh, self.layers, self._filled, strict=True):
-            # Dicts are written to.
+            # Copied, because the cache writes to its dicts.
             own = {name: x.copy() if isinstance(x, dict) else x for name, x in filled.items()}
             vars(layer).update(own)
             _put(layer, "conv_states", parts.convs, states)
@@ -306,20 +306,20 @@ class PrefixLayout:
 
     @property
     def description(self) -> str:
-        """Name all that says how slots and blocks are laid out."""
+        """All properties of the layout, as text: part of the identity of entries."""
         return f"{self.layers} {self._widths} {self.state_places} {self.block_tensors}"
 
     def views(self, tensors: Mapping[str, torch.Tensor], num_tokens: int = 0) -> SequenceMemory:
         """Return the states in tensors of a ``StatePool``, [num_layers, rows, *shape] by name.
 
-        Windows are of their full width. Nothing is copied.
+        Windows have their full width. Nothing is copied.
         """
         by_layer = {name: tensor.unbind() for name, tensor in tensors.items()}
         found = [by_layer[name][number] for name, number in self.state_places]
         return SequenceMemory(num_tokens, found[: self._num_states], found[self._num_states :])
 
     def kv_spec(self) -> KVCacheSpec:
-        """Return what one token's keys and values are in a context, if it has a place for them."""
+        """Return the shape of one token's keys and values in a context."""
         windows = [i for i, parts in enumerate(self.layers) if parts.window]
         if windows:
             raise InvalidArgumentError(
@@ -353,15 +353,15 @@ class PrefixTensors:
     @outside_inference_mode
     def __init__(self, layout: PrefixLayout, states: StatePool, num_blocks: int) -> None:
         self._layout = layout
-        self._num_blocks = num_blocks  # padding is written to the last one
-        self.states = states  # as in slots
-        self.blocks = [  # of a layer keys come first, then values
+        self._num_blocks = num_blocks  # the last one is the dummy block, for padding
+        self.states = states  # one row for each slot
+        self.blocks = [  # for each layer its keys, then its values
             torch.zeros((x.num_layers, num_blocks, *x.shape), dtype=x.dtype, device=layout.device)
             for x in layout.block_tensors
         ]
 
     def kv_cache(self) -> torch.Tensor:
-        """Return the KV blocks as a context has them, not copied.
+        """Return the KV blocks in the layout of a context, not copied.
 
         [num_layers, 2, num_blocks, block_size_tokens, num_kv_heads, head_dim].
         """
@@ -372,12 +372,12 @@ class PrefixTensors:
         return layout.kv_spec().allocate(self._num_blocks, layout.block_size_tokens, layout.device)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.states = StatePool(self._layout.state_spec, 0, device=self._layout.device)
         self.blocks = []
 
     def room(self, slot: int, num_tokens: int) -> SequenceMemory:
-        """Return the tensors of a slot, to be written; windows are of their full width."""
+        """Return views of a slot's tensors for writing; windows have their full width."""
         return self._layout.views(self._of_slot(slot), num_tokens)
 
     def _of_slot(self, slot: int) -> dict[str, torch.Tensor]:
@@ -388,7 +388,7 @@ class PrefixTensors:
         room = self.room(slot, memory.num_tokens)
         saved, live = [*room.states, *room.windows], [*memory.states]
         live += self._layout.pad_windows(memory)
-        # One launch for all layers of a dtype, where a loop would take one for each.
+        # One launch for all layers of a dtype instead of one for each layer.
         torch._foreach_copy_(saved, live)
 
     def save_tokens(
@@ -396,7 +396,7 @@ class PrefixTensors:
     ) -> None:
         """Copy keys and values from ``start`` to ``end`` of a sequence into consecutive blocks.
 
-        Both are block boundaries.
+        ``start`` and ``end`` are block boundaries.
         """
         for spec, pool in zip(self._layout.block_tensors, self.blocks, strict=True):
             places = zip(memory.tokens, self._layout.token_places, strict=True)
@@ -407,9 +407,9 @@ class PrefixTensors:
             pool.index_copy_(1, ids, new.permute(0, 2, 3, 1, 4))
 
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
-        """Return a prefix in tensors of its own, one row.
+        """Return a copy of a prefix, in one row.
 
-        One copy for each kind of state serves all layers, and one for keys and values alike.
+        One copy for each kind of tensor copies it for all layers.
         """
         own = {name: tensor.clone() for name, tensor in self._of_slot(slot).items()}
         saved = self._layout.views(own, num_tokens)
@@ -424,14 +424,14 @@ class PrefixTensors:
 
 
 def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Bring ints to the device without waiting for what is enqueued there."""
+    """Copy ints to the device without waiting for the work that is enqueued there."""
     return to_device(torch.tensor(values, device="cpu"), device)
 
 
 def _sort(kept: Sequence[Sequence[_Kept]]) -> tuple[list[LayerKind], list[tuple[str, int]]]:
-    """Sort layers by the tensors that they keep.
+    """Group layers by the tensors that they keep.
 
-    Return their kinds; and what each tensor is called in a pool, and its layer's number there.
+    Return the kinds of layers; and each tensor's name in a pool and its layer's index there.
     """
     counts: Counter[tuple[_Kept, ...]] = Counter()
     places: list[tuple[str, int]] = []
