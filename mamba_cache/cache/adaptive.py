@@ -1,14 +1,14 @@
-"""The adaptive policy: it learns which states are used again, and keeps those.
+"""The adaptive policy: it learns which states are used again, and keeps those states.
 
-A *candidate* is a block boundary of a prompt at which a state is, was or could be saved. With a
-state it is *kept*, without one it is a *ghost*. Candidates form a tree: one extends another if its
-prompt begins with the other's. The value of a state is
+A *candidate* is a block boundary of a prompt at which a state is, was or could be saved. It is
+*kept* if it has a state, else it is a *ghost*. Candidates form a tree: a candidate extends another
+one if its prompt begins with the other's prompt. The value of a state is
 
     gain * (index of its candidate + indices of the ghosts that it serves)
 
-*Gain* is the number of blocks from the kept candidate above it. It *serves* the ghosts below it,
-down to the next kept ones: their prompts resume from it. Indices are learned from counts. Time is
-counted in requests. docs/how-to/policies.md has the algorithm and its figures.
+*Gain* is the number of blocks after the next kept candidate above. A state *serves* the ghosts
+below it, down to the next kept candidates: their prompts resume from it. Indices are learned from
+counts. Time is counted in requests. docs/how-to/policies.md has the algorithm and its figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 _Ints: TypeAlias = "npt.NDArray[np.int64]"
 _Floats: TypeAlias = "npt.NDArray[np.float64]"
 
-# Bin n of ages begins at 2 ** (n / 2), rounded up; no float powers, so that processes agree.
+# Bin n of ages begins at 2 ** (n / 2), rounded up. Float powers could differ between processes.
 NUM_BINS: Final = 40
 _EDGES: Final = np.array(
     [1 << n // 2 if n % 2 == 0 else -(-(1 << n // 2) * 665857 // 470832) for n in range(41)],
@@ -48,21 +48,21 @@ BIN_OF_AGE: Final = np.repeat(np.arange(NUM_BINS, dtype=np.int8), np.diff(_EDGES
 _FIRST_AGE: Final = _EDGES[:-1]
 _WIDTHS: Final = np.diff(_EDGES).astype(np.float64)
 
-INDEX_SCALE: Final = 1 << 32  # indices are integers, rates times this, so that sums are exact
-MAX_EVENTS: Final = 5000  # when more events were counted, all counts are halved
+INDEX_SCALE: Final = 1 << 32  # an index is a rate times this, an integer: sums are exact
+MAX_EVENTS: Final = 5000  # above this number of events all counts are halved
 _PRIOR: Final = 0.5 / _FIRST_AGE
 _LEVEL_EVENTS, _BIN_EVENTS = 2, 0.5
 MAX_SOURCES: Final = 1024
 _MIN_HINTS, _MAX_HINTS = 32, 2048
 _SELDOM: Final = 0.1
 
-ROOT: Final = 0  # the candidate of no blocks; always kept
+ROOT: Final = 0  # the candidate at depth 0; always kept
 NO_CANDIDATE: Final = -1
-_EVICTED: Final = -2  # in place of a candidate that was chosen already
+_EVICTED: Final = -2  # marks a candidate that is chosen already
 REQUESTS_PER_REFIT: Final = 256
 REQUESTS_PER_SWEEP: Final = 32
 _SWEPT_PER_REQUEST: Final = 128
-# With few slots states live shortly, so indices must be fresher: see docs/how-to/policies.md.
+# With few slots states are evicted early, so indices must be newer: see docs/how-to/policies.md.
 _KEPT_PER_LOOK, _MAX_PER_LOOK = 32, 6
 MIN_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
@@ -72,10 +72,10 @@ FORGOTTEN_AT_ONCE: Final = 32
 _DEPTH, _LAST_USE, _MADE, _CLASS, _SERVED, _GAIN, _PARENT, _NUM_KEPT = range(8)
 _WEIGHT, _SERVER, _NUM_CHILDREN, _TURN = range(8, 12)
 _HIGHEST: Final = np.iinfo(np.int64).max
-_LAST: Final = _HIGHEST, 0, 0, 0  # after the orders of all candidates
+_LAST: Final = _HIGHEST, 0, 0, 0  # sorts after all candidates
 
-# A class is (kind, uses, extended, turn, new blocks, hint), its group the first three and whether
-# the hint is very reliable.
+# A class is (kind, uses, extended, turn, new blocks, hint). Its group is the first three, and
+# whether the hint is very reliable.
 _TURNS: Final = (0, 1, 2, 3, 3, 3, 4)
 _NEW_BLOCKS: Final = (0,) * 3 + (1,) * 5 + (2,) * 22 + (3,)
 _NUM_USES, _NUM_NEW, _NUM_HINTS = 5, 4, 5
@@ -88,29 +88,29 @@ CLASS_GROUPS: Final = _CLASSES // _PER_GROUP * 3 + np.maximum(_CLASSES % _NUM_HI
 
 
 class ReturnRates:
-    """Events and exposure by class and age, and the index that follows from them.
+    """Events and exposure by class and age, and indices computed from both.
 
-    A *spell* is the time of a candidate in one class, until it is used, changes its class or is
-    forgotten. *Exposure* is the time of all spells in an age bin; events over exposure is the rate
-    of return. With few events the rate of a class leans on that of its group, this on that of all
-    classes, and this on 1 / age (Gamma-Poisson shrinkage).
+    A *spell* is the time of a candidate in one class, until the candidate is used, changes its
+    class or is forgotten. *Exposure* is the time of all spells in an age bin. Events / exposure is
+    the rate of return. With few events the rate of a class is shrunk to its group's rate, that to
+    the rate of all classes, and that to 1 / age (Gamma-Poisson shrinkage).
     """
 
     def __init__(self, groups: _Ints) -> None:
         self._groups = groups
         shape = len(groups), NUM_BINS
-        # Events; spells that end in a bin minus spells that begin in it; the time that they spend
-        # in that bin, likewise. Events and exposure from before the last halving.
+        # By class and bin: events; spells that end minus spells that begin; the times of these
+        # spells in the bin, as a difference too. Then events and exposure of the last halving.
         self._counts = np.zeros((3, *shape), np.int64)
         self._old_events, self._old_exposure = np.zeros(shape), np.zeros(shape)
         self._is_seen = np.zeros(len(groups), np.bool_)
-        # What was counted since the last refit: class, age, step and events of each.
+        # Counts since the last refit, flat: class, age, step and events of each.
         self._noted: list[int] = []
         self._bin_at = BIN_OF_AGE.data  # memoryviews read single elements several times faster
         self.refit(np.empty(0, np.int64), np.empty(0, np.int64))
 
     def count(self, klass: int, age: int, step: int, *, is_event: bool = False) -> None:
-        """Count a candidate that enters (-1) or leaves (1) a class, by a use or not."""
+        """Count a candidate that enters (-1) or leaves (1) a class; ``is_event``: by a use."""
         if age:
             self._noted += klass, age, step, is_event
 
@@ -134,14 +134,14 @@ class ReturnRates:
             np.add.at(count.reshape(-1), noted * NUM_BINS + noted_bins, more)
         self._is_seen[noted] = self._is_seen[classes] = True
         seen = self._is_seen.nonzero()[0]
-        # A row of rates for: groups without events, each other group, each class seen.
+        # Rows of rates: one for groups without events, one for each other group and class seen.
         row_of_group = np.zeros(self._groups.max() + 1, np.int64)
         row_of_group[self._groups[seen]] = 1
         row_of_group *= row_of_group.cumsum()
         num_groups, rows = row_of_group.max() + 1, row_of_group[self._groups]
         own = rows[seen]
         rows[seen] = np.arange(len(seen)) + num_groups
-        # The spells of all candidates go on; count them as if they ended now.
+        # Spells of present candidates have not ended: count them as if they ended now.
         lived = ages > 0
         bins, parts = _bins_and_parts(ages[lived])
         places = (rows[classes[lived]] - num_groups) * NUM_BINS + bins
@@ -152,8 +152,8 @@ class ReturnRates:
         outlasting = ended.sum(1)[:, None] - ended.cumsum(1)
         exposure = outlasting * _WIDTHS + (parts_going + parts) + self._old_exposure[seen]
         events = counted + self._old_events[seen]
-        if events.sum() > MAX_EVENTS:  # the spells that go on begin anew, at their ages
-            # In 1024ths, so that sums stay exact.
+        if events.sum() > MAX_EVENTS:  # present spells begin again, at their present ages
+            # Halved in units of 1/1024, so that sums stay exact.
             self._old_events[seen] = np.floor(events * 512) / 1024
             self._old_exposure[seen] = np.floor(exposure * 512) / 1024
             self._counts.fill(0)
@@ -163,12 +163,12 @@ class ReturnRates:
         in_all = _shrunk(group_events.sum(0), group_exposure.sum(0), _PRIOR)
         in_groups = _shrunk(group_events, group_exposure, in_all)
         rates = np.concatenate((in_groups, _shrunk(events, exposure, in_groups[own])))
-        # The Gittins index of a state that is used at most once: the best ratio, over all ages up
-        # to which it is kept, of the chance of a use to the time kept (Gittins, Glazebrook and
-        # Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2).
+        # The Gittins index of a state that is used at most once: the maximum, over all ages at
+        # which to stop keeping the state, of the probability of a use / the time kept (Gittins,
+        # Glazebrook and Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2).
         expected = rates.T * _WIDTHS[:, None]
-        survival = 1 / (1 + expected + expected * expected / 2)  # no exp: its last bit may differ
-        # [NUM_BINS + 1, n]: the chance of no use before a bin, and the time from there on.
+        survival = 1 / (1 + expected + expected * expected / 2)  # exp's last bit may differ by host
+        # [NUM_BINS + 1, n]: probability of no use before a bin; expected time from the bin on.
         alive = np.ones((NUM_BINS + 1, len(rates)))
         np.cumprod(survival, 0, out=alive[1:])
         time = np.zeros_like(alive)
@@ -179,7 +179,7 @@ class ReturnRates:
             ratio = alive[bin_] - alive[bin_ + 1 :]
             ratio /= np.maximum(time[bin_] - time[bin_ + 1 :], 1e-200)
             np.maximum.reduce(ratio, 0, out=best[bin_])
-        # By row, then by bin; where the row of each class starts; the index of each at its start.
+        # Indices by row and bin, flat; start of each class's row; index of each class at age 0.
         self._index: _Ints = (best.T * INDEX_SCALE).astype(np.int64).ravel()
         self._starts = rows * len(best)
         self._index_at: memoryview[int] = self._index.data
@@ -188,7 +188,7 @@ class ReturnRates:
 
 
 def _bins_and_parts(ages: _Ints) -> tuple[_Ints, _Ints]:
-    """Return the bin of each age, and the time from the beginning of the bin up to it."""
+    """Return the bin of each age, and the time in the bin up to that age."""
     ages = np.minimum(ages, OLDEST)
     bins = BIN_OF_AGE[ages - 1]
     return bins.astype(np.int64), ages - _FIRST_AGE[bins] + 1
@@ -201,13 +201,13 @@ def _shrunk(events: _Floats, exposure: _Floats, prior: _Floats) -> _Floats:
 
 
 class SourceTrust:
-    """Learns whether the hints of a source ("this prompt will continue") are worth a class.
+    """Learns whether hints of a source ("this prompt will continue") get classes of their own.
 
-    They are if True was followed by a use more often than False, by more than three deviations.
+    They do if True was followed by a use more often than False, by over three standard deviations.
     """
 
     def __init__(self) -> None:
-        # Ends with hint False, with True, and those of each used again; the oldest record first.
+        # By source, oldest first: ends with hint False, with True, and how many of each were used.
         self._records: dict[Hashable, list[int]] = {}
 
     def level_of(self, source: Hashable, hint: bool) -> int:
@@ -235,7 +235,7 @@ class SourceTrust:
             record[:] = [n // 2 for n in record]
 
     def count_return(self, source: Hashable, hint: bool) -> None:
-        """Count the first use of such an end."""
+        """Count the first use of an end that ``count`` has counted."""
         if source in self._records:
             record = self._records[source]
             record[2 + hint] = min(record[2 + hint] + 1, record[hint])
@@ -243,18 +243,18 @@ class SourceTrust:
 
 @dataclass(slots=True)
 class PromptPath:
-    """A prompt, as ``CandidateTree`` knows it."""
+    """A prompt in a ``CandidateTree``."""
 
     hash_ids: list[int]
-    turn: int = 0  # prompts that it continues
-    traits: int = 0  # turn and new blocks, as a part of the class of its candidates
-    hint: int = 0  # the hint, as a part of the class of its end
+    turn: int = 0  # number of earlier prompts that this one continues
+    traits: int = 0  # turn and new blocks, as a part of the class of the prompt's candidates
+    hint: int = 0  # level of the hint, as a part of the class of the prompt's end
     told: tuple[Hashable, bool] | None = None  # source and hint
-    near: int = ROOT  # a candidate on its path to search from; it may be forgotten by now
+    near: int = ROOT  # candidate on the path where a search begins; may be forgotten meanwhile
 
 
 class CandidateTree:
-    """The candidates, and the value of a state at each."""
+    """The tree of candidates, and the value of a state at each."""
 
     def __init__(self, max_ghosts: int, max_kept: int = 0) -> None:
         self._max_ghosts = max_ghosts
@@ -263,9 +263,9 @@ class CandidateTree:
         self._rates, self._trust = ReturnRates(CLASS_GROUPS), SourceTrust()
         self._arrays: _Ints = np.zeros((12, 2), np.int64)
         self._grow(max_ghosts + max_kept + 256)
-        self.ghosts: dict[int, None] = {}  # by last use
-        # By id: the children by the first hash of the edge to each, and the hashes of the edge
-        # from the parent. Hints that wait for their outcome.
+        self.ghosts: dict[int, None] = {}  # in order of last use
+        # By candidate: children by the first hash of their edge; hashes of the edge from the
+        # parent; source and hint until the first use.
         self._children: list[dict[int, int]] = [{}]
         self._edges = [array("q")]
         self._told: dict[int, tuple[Hashable, bool]] = {}
@@ -277,7 +277,7 @@ class CandidateTree:
     def _grow(self, size: int) -> None:
         arrays = np.zeros((12, size), np.int64)
         arrays[:, : len(self._arrays[0]) - 2] = self._arrays[:, :-2]
-        # The value of NO_CANDIDATE is below all others, that of _EVICTED above.
+        # NO_CANDIDATE and _EVICTED index the last two columns: the lowest and highest values.
         arrays[_SERVED, -2:], arrays[_GAIN, -2:] = 1, (_HIGHEST, -1)
         self._arrays, self._served, self._gains = arrays, arrays[_SERVED], arrays[_GAIN]
         (
@@ -300,7 +300,7 @@ class CandidateTree:
             served[:] = np.bincount(servers, weights, minlength=size)
         if len(self.ghosts) >= self._max_ghosts + FORGOTTEN_AT_ONCE:
             for node in [*self.ghosts]:
-                if self._num_children_at[node] > 1:  # prompts branch there
+                if self._num_children_at[node] > 1:  # a branch point stays
                     self.ghosts[node] = self.ghosts.pop(node)
                 else:
                     self.forget(node)
@@ -323,7 +323,7 @@ class CandidateTree:
                 self.ghosts[used] = self.ghosts.pop(used)
             self._weigh(used)
         turn_class = _TURNS[min(prompt.turn, 6)]
-        # What was evicted is not new, where another prompt left a candidate.
+        # Evicted blocks are not new if a candidate remembers them.
         num_known = max(num_matched, self._depth_at[used])
         new_class = _NEW_BLOCKS[min(len(path) - num_known, 30)]
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
@@ -333,10 +333,10 @@ class CandidateTree:
         return prompt
 
     def _deepest(self, prompt: PromptPath, depth: int) -> int:
-        """Return the deepest candidate on a path that is not below a depth."""
+        """Return the deepest candidate on a prompt's path, at most ``depth`` blocks deep."""
         path, node = prompt.hash_ids, prompt.near
         at = self._depth_at[node]
-        # A hash names all that is before it, so the last hash of an edge proves the path.
+        # A hash identifies the whole prefix, so the last hash of an edge proves the path.
         if not 0 < at <= depth or self._edges[node][-1] != path[at - 1]:
             node, at = ROOT, 0
         while at < depth:
@@ -351,30 +351,30 @@ class CandidateTree:
         return node
 
     def _weigh(self, node: int) -> None:
-        """Look up the index of a candidate."""
+        """Update a candidate's weight: its present index."""
         weight = self._rates.index_of(self._class_at[node], self._clock - self._last_use_at[node])
         self._served_at[self._server_at[node]] += weight - self._weight_at[node]
         self._weight_at[node] = weight
 
     def propose(self, prompt: PromptPath, depth: int, kind: str) -> int:
-        """Return the candidate ``depth`` blocks into a prompt; a new one is of this kind."""
+        """Return the candidate ``depth`` blocks into a prompt; add one of ``kind`` if needed."""
         node = self._deepest(prompt, depth)
         while self._depth_at[node] < depth:
             node = self._add_below(node, prompt, depth, kind)
         return node
 
     def _add_below(self, node: int, prompt: PromptPath, depth: int, kind: str) -> int:
-        """Add a candidate on a path: at a depth, or before it where an older prompt branches."""
+        """Add a candidate on a path: at ``depth``, or before where an older prompt branches off."""
         path, start = prompt.hash_ids, self._depth_at[node]
         below = self._children[node].get(path[start])
         if below is not None:
             edge = self._edges[below]
-            # A hash names all that is before it, so paths differ in all blocks after the first.
+            # A hash identifies the whole prefix: after the first difference all hashes differ.
             places = range(min(len(edge), len(path) - start))
             end = start + bisect_left(places, True, key=lambda n: edge[n] != path[start + n])
             if end < depth:
                 depth, kind = end, "branch"
-        # The end of a longer prompt will be a candidate, too.
+        # depth < len(path): the prompt's end becomes a candidate, which extends this one.
         is_extended = depth < len(path) or below is not None
         klass = _KINDS[kind] + is_extended * _PER_GROUP + prompt.traits
         told = prompt.told if kind == "end" else None
@@ -391,7 +391,7 @@ class CandidateTree:
             self._num_children_at[new] = 1
             self._num_children_at[node] -= 1
         klass = self._class_at[node]
-        if not klass // _PER_GROUP % 2:  # now another candidate extends it
+        if not klass // _PER_GROUP % 2:  # the parent is extended from now on
             age = self._clock - self._last_use_at[node]
             if age:
                 self._rates.count(klass, age, 1)
@@ -412,7 +412,7 @@ class CandidateTree:
             self._children.append({})
             self._edges.append(array("q", edge))
         server, weight = self._server_at[parent], self._rates.fresh_at[klass]
-        # All other fields of a row that is free are 0.
+        # All other fields of a free row are 0.
         self._depth_at[node], self._turn_at[node] = depth, turn
         self._last_use_at[node], self._made_at[node] = self._clock, self._num_made
         self._class_at[node], self._parent_at[node] = klass, parent
@@ -425,7 +425,7 @@ class CandidateTree:
         return node
 
     def rename(self, node: int, hash_id: int) -> bool:
-        """Name the last block of a candidate that was added in this request; say whether it is."""
+        """Set the hash of the last block of a candidate added in this request; False: it cannot."""
         edge, siblings = self._edges[node], self._children[self._parent_at[node]]
         is_taken = len(edge) == 1 and hash_id in siblings
         if is_taken or self._last_use_at[node] < self._clock:
@@ -449,13 +449,13 @@ class CandidateTree:
         return self._add_ghost(ROOT, edge, depth, _KINDS["inside"], 0)
 
     def keep(self, node: int) -> None:
-        """Count a slot that holds or awaits a candidate's state."""
+        """Count a slot that holds a candidate's state, or is reserved for the state."""
         if self.num_kept_at[node]:
             self.num_kept_at[node] += 1
             return
         self.num_kept_at[node] = 1
         del self.ghosts[node]
-        if self._last_use_at[node] < self._clock:  # else it was weighed in this request
+        if self._last_use_at[node] < self._clock:  # else its weight is of this request
             self._weigh(node)
         server, served = self._server_at[node], self._weight_at[node]
         self._server_at[node] = node
@@ -466,7 +466,7 @@ class CandidateTree:
         self._served_at[server] -= served
 
     def drop(self, node: int) -> None:
-        """Undo ``keep``; without slots the candidate is a ghost."""
+        """Undo ``keep``; a candidate without slots becomes a ghost."""
         num_kept = self.num_kept_at[node] = self.num_kept_at[node] - 1
         if num_kept:
             return
@@ -497,7 +497,7 @@ class CandidateTree:
         self._served_at[self._server_at[node]] -= self._weight_at[node]
         siblings, children = self._children[parent], self._children[node]
         del self.ghosts[node], siblings[edge[0]]
-        if self._by_hash.get(edge[-1]) == node:  # a candidate of an unknown prompt may share it
+        if self._by_hash.get(edge[-1]) == node:  # a candidate of find_or_add may have this hash
             del self._by_hash[edge[-1]]
         self._told.pop(node, None)
         for below in children.values():
@@ -511,7 +511,7 @@ class CandidateTree:
         self._free.append(node)
 
     def look_at(self, nodes: _Ints) -> None:
-        """Look up the indices of kept candidates, if that is due."""
+        """Update the weights of kept candidates, once in some requests."""
         if self._clock - self._last_look >= self._requests_per_look:
             self._last_look = self._clock
             ages = self._clock - self._arrays[_LAST_USE].take(nodes)
@@ -520,7 +520,7 @@ class CandidateTree:
             self._arrays[_WEIGHT, nodes] = weights
 
     def lowest(self, nodes: _Ints, num_blocks: _Ints | None = None) -> int:
-        """Return the place of the lowest value per block; of equal ones, the first in order."""
+        """Return the index in ``nodes`` of the lowest value (per block); ties by ``order_of``."""
         values: npt.NDArray[Any] = self.values_of(nodes)
         if num_blocks is not None:
             values = values / num_blocks
@@ -534,22 +534,22 @@ class CandidateTree:
         return int(place)
 
     def values_of(self, nodes: _Ints) -> _Ints:
-        """Return the values of states, as ``order_of`` has them."""
+        """Return the values of states, the first items of ``order_of``."""
         values: _Ints = self._served.take(nodes) * self._gains.take(nodes)
         return values
 
     def order_of(self, node: int) -> tuple[int, int, int, int]:
-        """Return the value of a state, which is below 0 for ``NO_CANDIDATE``, and what follows."""
+        """Return the sort key of a state: its value (< 0 for ``NO_CANDIDATE``) and tie-breakers."""
         value = self._served_at[node] * self._gain_at[node]
         return value, self._depth_at[node], self._last_use_at[node], self._made_at[node]
 
     def blocks_freed_by(self, nodes: _Ints) -> _Ints:
-        """Return the blocks of each up to the kept candidate above, or to where prompts branch."""
+        """Return for each candidate its blocks after the next kept one or branch point above."""
         depths, parents = self._arrays[_DEPTH], self._arrays[_PARENT]
         num_kept, num_children = self._arrays[_NUM_KEPT], self._arrays[_NUM_CHILDREN]
         above = parents.take(nodes)
         while True:
-            # Each has one child at least.
+            # Each candidate above has at least one child, so 1 means: not kept, no branch point.
             is_between = num_kept.take(above) + num_children.take(above) == 1
             if not np.count_nonzero(is_between):
                 break
@@ -558,7 +558,7 @@ class CandidateTree:
         return freed
 
     def check_invariants(self) -> None:
-        """Check the tree against itself."""
+        """Check that all records of the tree agree."""
         size = len(self._edges)
         fields = self._arrays[:, :size]
         depths, _, _, _, found, found_gains, above, num_kept, weights, found_servers, *_ = fields
@@ -590,8 +590,8 @@ class CandidateTree:
 class AdaptiveSlotPolicy:
     """Keeps the states that save the most blocks in the least time, as learned from requests.
 
-    A state that would be the first to go is refused before it is computed. Requests are counted and
-    no clock is read, so processes with equal calls decide alike.
+    A state that would be evicted first is refused before it is computed. Time is the number of
+    requests, not a clock, so processes with equal calls decide alike.
     """
 
     def __init__(self) -> None:
@@ -603,10 +603,10 @@ class AdaptiveSlotPolicy:
         self._candidates: _Ints = np.full(max_slots, NO_CANDIDATE, np.int64)
         self._candidate_at = self._candidates.data
         self._block_size = 1
-        # Prompts by the candidates at their ends, where the last block has no hash yet.
+        # By candidate: prompts that end there with a block that has no hash yet.
         self._incomplete: dict[int, PromptPath] = {}
         self._num_incomplete = 0
-        # Of the last ``admit``, until it is confirmed: accepted candidates; victims by slot.
+        # Of the last ``admit``, until ``on_reserved``: accepted candidates; victims by slot.
         self._granted: list[int] = []
         self._victims: dict[int, int] = {}
 
@@ -632,14 +632,14 @@ class AdaptiveSlotPolicy:
         return chosen
 
     def admit(self, proposals: Sequence[StateProposal], num_free: int, slots: _Ints) -> SlotPlan:
-        """Choose among the states that are kept and those that could be saved."""
+        """Accept proposed states, and choose victims, by the values of all these states."""
         tree = self._tree
         accepted: list[bool] = []
         refusable: dict[int, int] = {}
         self._granted, self._victims = [], {}
         for prompt, depth, kind, is_asked, hash_ids in proposals:
             node = self._candidate_of(prompt, depth, kind, hash_ids)
-            # A state that another request of this step saves needs no second slot.
+            # A state that another request saves in this step needs no second slot.
             is_in = is_asked or not tree.num_kept_at[node]
             if is_in:
                 self._granted.append(node)
@@ -703,7 +703,7 @@ class AdaptiveSlotPolicy:
                 prompt.hash_ids[-1] = hash_id
                 if self._tree.rename(node, hash_id):
                     del self._incomplete[node]
-                else:  # another request has saved the same, or time has passed
+                else:  # another candidate has this hash, or the clock has advanced
                     self._release(node)
                     node = self._tree.propose(prompt, len(prompt.hash_ids), "end")
                     self._tree.keep(node)
@@ -721,7 +721,7 @@ class AdaptiveSlotPolicy:
         """Do nothing: ``on_request`` counts the use."""
 
     def on_removed(self, slots: Sequence[int]) -> None:
-        """Record that slots neither hold nor await a state."""
+        """Record that slots neither hold a state nor are reserved."""
         for slot in slots:
             node = self._candidate_at[slot]
             self._candidate_at[slot] = NO_CANDIDATE
@@ -730,15 +730,15 @@ class AdaptiveSlotPolicy:
                 self._release(node)
 
     def least_loss(self, slots: _Ints) -> int:
-        """Return the place of the slot with the lowest value per KV block that its loss frees."""
+        """Return the index of the slot with the lowest value per KV block that its loss frees."""
         nodes = self._candidates.take(slots)
         return self._tree.lowest(nodes, np.maximum(self._tree.blocks_freed_by(nodes), 1))
 
     def check_invariants(self, slots_taken: Sequence[int]) -> None:
-        """Check the bookkeeping against itself, and against the slots that hold or await states.
+        """Check that all bookkeeping agrees, also with the cached and reserved slots given.
 
         Raises:
-            InvariantError: Something contradicts something else.
+            InvariantError: Two records contradict each other.
         """
         tree = self._tree
         tree.check_invariants()
@@ -749,7 +749,7 @@ class AdaptiveSlotPolicy:
             raise InvariantError(f"{dict(named)} have slots, {kept} are kept, {stray} are stray")
 
     def _release(self, node: int) -> None:
-        """Drop a candidate, and forget a ghost whose last block no prompt can name."""
+        """Drop a candidate; forget the ghost if its last block has no hash to be found by."""
         self._tree.drop(node)
         if node in self._incomplete and not self._tree.num_kept_at[node]:
             del self._incomplete[node]
@@ -761,12 +761,12 @@ class AdaptiveSlotPolicy:
         if hash_ids is None:
             return self._tree.propose(prompt, depth, kind)
         self._num_incomplete += 1
-        # Its last block gets a hash id that no other block has.
+        # The last block has no hash yet: it gets a unique negative id.
         path, traits, hint = [*hash_ids, -(self._num_incomplete << 1)], prompt.traits, prompt.hint
         grown = PromptPath(path, prompt.turn, traits, hint, prompt.told, prompt.near)
         node = self._tree.propose(grown, len(path), kind)
-        prompt.near = grown.near  # the next block's search begins at this one's
-        # The hint is counted once, and stays in the class.
+        prompt.near = grown.near  # the search for the next block begins here
+        # The hint counts once (told is None), but stays in the class.
         grown.traits, grown.told = traits + hint, None
         self._incomplete[node] = grown
         return node
