@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 WeightsCheck = Literal["full", "sample", "off"]
-"""How much of a model's weights each call looks at."""
+"""What each call compares of the weights: all bytes, a changing sample, or addresses only."""
 
 _ForeignKind = Literal[
     "forward hook", "replaced method", "registered function", "foreign attribute"
@@ -48,15 +48,15 @@ _ForeignKind = Literal[
 BypassReason = _ForeignKind | Literal["hidden tokens"]
 """Why a call neither used the cache nor filled it, as ``CacheStats.bypasses`` counts it."""
 
-# A user's own file may be called kernels.py, so a name counts only if its package is installed.
+# Only if installed, because a user's own module may be called kernels.py.
 _OPTIONAL = ("accelerate", "kernels", "peft")
 _LIBRARIES = frozenset(
     {"mamba_cache", "torch", "transformers", *filter(installed_version, _OPTIONAL)}
 )
 _KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "flash_attn", "mamba_ssm", "triton"})
-"""What layers take their kernels from, beside the libraries. Versions are part of the identity."""
+"""Packages of kernels for layers. Their versions are part of the identity."""
 
-# The file of a kernel that `kernels` has loaded from the hub, under a module name of its own.
+# The path of a kernel that `kernels` has loaded from the hub under another module name.
 _HUB_KERNEL = re.compile(r"/snapshots/[0-9a-f]{8,}/build/torch")
 
 _FUNCTION_TYPES = (
@@ -73,12 +73,12 @@ _NOT_READ = frozenset(
         "_loss_function",
         "_output_capturing_hooks_installed",
         "generation_config",  # generate reads it, a forward does not
-        "_weight_conversions",  # how its checkpoint was read, by which it is saved again
-        "generate_batch",  # where PrefixCache.install puts its own
-        "rope_deltas",  # multimodal models keep them of a generation; the next sets them anew
+        "_weight_conversions",  # only save_pretrained reads it
+        "generate_batch",  # PrefixCache.install sets it
+        "rope_deltas",  # multimodal models set it anew in each generation
     }
 )
-"""Attributes of modules that a forward does not read, or that are read one by one below."""
+"""Attributes of modules that a forward does not read, or that ``_read_module`` reads by name."""
 
 _TENSORS_AND_CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -86,19 +86,19 @@ _OPAQUE = (
     "mamba_cache.", "torch._dynamo.", "torch.distributed.", "torch.utils.hooks.",
     "transformers.generation.", "logging.",
 )  # fmt: skip
-"""Objects of these packages count by their class: what is in them changes by itself."""
+"""Objects of these packages are read by their class only, because their contents change."""
 
 _REGISTRY_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
-"""Where transformers' registries are that no file of a model's classes need have: of masks, and of
-experts. That of attention is where the class of all models is."""
+"""Files of transformers with the registries of mask and expert functions. The registry of attention
+functions is in the file of PreTrainedModel, which is always read."""
 
 _SAMPLE_STRIDE = 16
 _MAX_NAMES = 3
 _ROOT = "model."
 _SIZE_WITH_DICT = type("WithDict", (), {}).__basicsize__  # of objects with nothing but __dict__
 _CAPTURING = "transformers.utils.output_capturing"  # its hooks return nothing
-# What transformers learns of a class while it runs, its name for this process, and methods that
-# a forward does not call.
+# Endings of names in classes and files that are not read: a value that transformers caches, its
+# name for this process, and methods that a forward does not call.
 _NOT_READ_OF_CODE = ("_cached_value", "SESSION_ID", "__init__", "__setstate__")
 _RANDOM = (
     torch.nn.modules.dropout._DropoutNd,
@@ -109,15 +109,17 @@ _RANDOM = (
     torch.nn.TransformerEncoderLayer,
     torch.nn.TransformerDecoderLayer,
 )
-"""Of PyTorch's modules those that are others in training mode, unless their probability is 0."""
+"""PyTorch's modules that compute differently in training mode, unless their probability is 0."""
 
 
 class ModelFingerprint:
-    """Tells models apart by all that their results depend on.
+    """Detects any change to a model that could change its results.
 
-    Settings give a key: with other settings other prefixes are found, and with the same ones again
-    those of before. Weights are compared by content with what they were when they were first seen.
-    Foreign code is not read: its presence makes a call bypass the cache, unless a variant names it.
+    All settings are hashed into ``key``, which is part of block hashes: with changed settings other
+    prefixes are found. ``confirm`` raises if weights differ from those of the first call. Code from
+    outside the libraries is foreign and is not read: a call bypasses the cache if there is any,
+    unless ``variant`` names it. Each call runs ``begin`` before its forwards, and ``confirm`` once
+    they are enqueued.
     """
 
     def __init__(
@@ -131,17 +133,17 @@ class ModelFingerprint:
         self._variant = self._default_variant = check_variant(variant)
         self._known = _Known()
         self._reading = _Reading(self._known)
-        self._is_unchecked = True
-        self._is_assumed = False  # the settings, until ``confirm`` reads them
-        self._num_handles = 0  # hooks of any kind that were registered in this process so far
-        # All as ``begin`` found them. With foreign code that no variant names, the key is random.
+        self._is_unchecked = True  # the reading is new: training modes are not checked yet
+        self._is_assumed = False  # the settings were not read yet; ``confirm`` reads them
+        self._num_handles = 0  # hooks registered in this process so far, at ``begin``
+        # Set by ``begin``. The key is random if there is foreign code that no variant names.
         self.key = ""
-        self.foreign: tuple[_ForeignKind, str] | None = None  # of what kind, and where
-        self.foreign_attention: str | None = None  # where, also if a variant names it
+        self.foreign: tuple[_ForeignKind, str] | None = None  # unnamed foreign code: kind, place
+        self.foreign_attention: str | None = None  # its place, also if a variant names it
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
-        """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
-        # The first reading holds the tensors: a new one cannot get the address of an old.
+        """Call ``run``, forwards of the model; ignore from now on all that they rewrite."""
+        # The first reading keeps its tensors alive, so no new tensor gets an old address.
         before = _Reading(self._known, self._model)
         one = self._contents(before)
         run()
@@ -151,10 +153,10 @@ class ModelFingerprint:
         self._reading = _Reading(self._known)
 
     def look_ahead(self) -> None:
-        """Have a GPU begin to compare the weights while the host prepares a call of ``generate``.
+        """Start to compare weights on a GPU while the host prepares a call of ``generate``.
 
-        The ``begin`` that follows takes this comparison for its own if the weights have kept their
-        places and version counters.
+        The next ``begin`` uses this comparison if the weights still have the same addresses and
+        version counters.
         """
         if self._reading.digest:
             self._weights.look_ahead()
@@ -162,10 +164,10 @@ class ModelFingerprint:
     def begin(
         self, *, may_differ: bool = False, variant: str | None = None, has_looked: bool = False
     ) -> None:
-        """Read the settings, and begin to compare the weights; ``confirm`` tells the result.
+        """Read the settings and start to compare the weights; ``confirm`` gets the result.
 
-        With ``may_differ`` nothing is cached, and the weights that are found become the right ones.
-        ``variant`` is that of the call; ``has_looked``: the call began with ``look_ahead``.
+        With ``may_differ``, when nothing is cached, the present weights become the expected ones.
+        ``variant`` is the one of the call. ``has_looked``: the call began with ``look_ahead``.
         """
         self._variant = check_variant(variant) or self._default_variant
         self._is_assumed = False
@@ -176,9 +178,9 @@ class ModelFingerprint:
         if self.foreign is not None:
             self.key = f"bypass {secrets.token_hex(16)}"
             self._weights.is_pending = False
-            if not self._weights.expected:  # tiers are named by what the weights hold
+            if not self._weights.expected:  # the identity of tiers has a digest of the weights
                 self._weights.begin(self._reading.tensors, is_read_anew=True, may_differ=True)
-            self._reading, self._is_unchecked = _Reading(self._known), True  # keep nothing alive
+            self._reading, self._is_unchecked = _Reading(self._known), True  # free foreign objects
             return
         if self._is_unchecked:
             self._check_modes()
@@ -192,11 +194,11 @@ class ModelFingerprint:
         self._is_unchecked = False
 
     def assume(self, *, may_differ: bool, variant: str | None) -> bool:
-        """Do what ``begin`` does, and leave the settings to ``confirm``; return whether that works.
+        """Assume the last call's settings, in the place of ``begin``; return whether that is safe.
 
-        A batch on a GPU is computed while the host reads them. It works if the last call found
-        neither foreign code nor changes, and no hook was registered since then. The call began
-        with ``look_ahead``.
+        Then ``confirm`` reads the settings while a GPU computes the forwards. This is safe if the
+        last call found neither foreign code nor changes, and no hook was registered since. The
+        call must have begun with ``look_ahead``.
         """
         is_known = self._reading.digest and not self._reading.foreign and not self._is_unchecked
         is_same = (check_variant(variant) or self._default_variant) == self._variant
@@ -209,7 +211,7 @@ class ModelFingerprint:
         return True
 
     def confirm(self) -> None:
-        """Read settings that were assumed, and wait for the comparison that ``begin`` began."""
+        """Check settings that were assumed, and wait for the comparison of the weights."""
         if self._is_assumed:
             self._is_assumed = False
             if not self.is_current():
@@ -217,7 +219,7 @@ class ModelFingerprint:
         self._weights.confirm()
 
     def portable_key(self) -> str | None:
-        """Return what stands for the settings in all processes; None if nothing can."""
+        """Return a key of the settings that is the same in all processes; None if there is none."""
         if self.foreign is not None or (self._unnamed_code() and self._variant is None):
             return None
         code = sorted(self._reading.modules_of_code)
@@ -228,7 +230,7 @@ class ModelFingerprint:
         return f"{settings} {global_settings()} {self._variant!r}"
 
     def check_files(self) -> None:
-        """Check that a file or a variant names the code of the model's classes."""
+        """Check that all code of the model's classes lies in files, or that a variant names it."""
         self._refresh()
         if (missing := self._unnamed_code()) and self._default_variant is None:
             raise InvalidArgumentError(
@@ -238,7 +240,7 @@ class ModelFingerprint:
             )
 
     def weights_digest(self) -> str | None:
-        """Return a digest of the weights as ``begin`` found them; None if it read none."""
+        """Return a digest of the expected weights; None if none were read."""
         if self._weights.kind == "off" or not self._weights.expected:
             return None
         weights = sorted(self._weights.expected.items())
@@ -247,18 +249,18 @@ class ModelFingerprint:
     def is_current(self) -> bool:
         """Return whether the settings are still those of ``key``."""
         if self.foreign is not None:
-            return True  # nothing else is found under that key
+            return True  # no prefix can be found under the random key
         self._refresh()
         return self._foreign() is None and self._current_key() == self.key
 
     def has_new_hooks(self) -> bool:
-        """Return whether hooks were registered since ``begin``, removed again or not."""
+        """Return whether hooks were registered since ``begin``, even if they were removed."""
         return RemovableHandle.next_id != self._num_handles
 
     def addresses(self) -> tuple[int, ...]:
-        """Return where the model's tensors lie: what a CUDA graph depends on.
+        """Return the addresses of the model's tensors, which CUDA graphs depend on.
 
-        Empty while foreign code makes calls bypass the cache: then the key is another in each.
+        Empty while foreign code makes calls bypass the cache; each call has a random key then.
         """
         return tuple(map(torch.Tensor.data_ptr, self._reading.tensors.values()))
 
@@ -268,10 +270,10 @@ class ModelFingerprint:
         return bool(self.foreign or self._reading.foreign)
 
     def forget(self) -> None:
-        """Take the weights as they are from now on.
+        """Take the present weights as the expected ones.
 
-        They are read at once, so that the next prompt does not wait for it; what hinders that is
-        told by the next ``begin``.
+        They are read at once, so that the next prompt does not wait for it. An error in reading is
+        dropped here, and raised by the next ``begin``.
         """
         self._weights = _Weights(self._weights.kind)
         with suppress(Exception):
@@ -287,14 +289,14 @@ class ModelFingerprint:
 
     def _refresh(self) -> None:
         if not self._reading.is_current():
-            # What is found to be new is checked by the next call that begins.
+            # The next ``begin`` checks the training modes of the new reading.
             self._reading, self._is_unchecked = _Reading(self._known, self._model), True
 
     def _current_key(self) -> str:
         return f"{self._reading.digest} {global_settings()} {self._variant!r}"
 
     def _contents(self, reading: _Reading) -> dict[str, object]:
-        """Return by path all that a reading has found, and what its tensors hold."""
+        """Return by path the values of a reading and the checksums of its tensors."""
         weights = _Weights(self._weights.kind).measure(reading.tensors)
         return {
             path: (value, reading.unknown.get(path), weights.get(path))
@@ -322,21 +324,22 @@ def _digest(*lines: str) -> str:
 
 
 class _Known:
-    """What outlives a reading: code as it was first seen, numbers of it, digests of its files."""
+    """Facts that outlive a reading: first seen functions, numbers of code, digests of files."""
 
     def __init__(self) -> None:
-        self.left_out: set[str] = set()
+        self.left_out: set[str] = set()  # paths that forwards rewrite: they are not read
+        # By class and library file: its functions when it was first read, by name.
         self.functions: WeakKeyDictionary[type | ModuleType, dict[str, Any]] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._digests: dict[str, str | None] = {}
         self._count = count(1)
 
     def number(self, code: Any) -> int:
-        """Return a number for a function or class: the same while it lives, never another's."""
+        """Return the number of a function or class; unlike an ``id`` it is never used again."""
         return self._numbers.setdefault(code, next(self._count))
 
     def file_digest(self, module_name: str) -> str | None:
-        """Return a digest of a module's file as it was when it was asked for first."""
+        """Return a digest of a module's file, read in the first call; None if it has no file."""
         if module_name not in self._digests:
             file = getattr(sys.modules.get(module_name), "__file__", None)
             try:
@@ -349,29 +352,28 @@ class _Known:
 
 
 class _Reading:
-    """One walk through a model, and what tells cheaply whether another would find the same.
+    """The result of one walk through a model; ``is_current`` checks it without another walk.
 
-    Attributes count if they are plain values, tensors, modules, functions of the libraries, or
-    lists, tuples, dicts, sets and library objects of those. Anything else is foreign. What a call
-    of a cache has replaced for its length counts as what was there before. Hooks are only looked at
-    for where they come from, and are not held.
+    The walk reads plain values, tensors, modules, functions of the libraries, and lists, tuples,
+    dicts, sets and library objects of these. Any other attribute is foreign. Where a call of a
+    cache has replaced an attribute, the original is read. Of hooks only the origin is read.
     """
 
     def __init__(self, known: _Known, model: torch.nn.Module | None = None) -> None:
         self._known = known
-        # All by path. The number beside a value holds in this process only.
+        # By path. The number beside a value is the number of its code in this process.
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
-        self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
-        self.foreign: dict[_ForeignKind, str] = {}  # where the first of each kind is
-        self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
-        self.digest = ""  # names all settings; empty before the walk
-        self._own: set[str] = set()
-        self._names: dict[int, str] = {}  # of all modules
-        self._paths: dict[int, str] = {}  # of all that was read
+        self.modules_of_code: set[str] = set()  # Python modules with the model's code, no libraries
+        self.foreign: dict[_ForeignKind, str] = {}  # the place of the first foreign code by kind
+        self.unknown: dict[str, int] = {}  # ids of all foreign objects, by path
+        self.digest = ""  # of all settings; empty before the walk
+        self._own: set[str] = set()  # of ``modules_of_code`` those of the model's classes
+        self._names: dict[int, str] = {}  # names of the model's modules by id
+        self._paths: dict[int, str] = {}  # paths of all objects read, by id
         self._configs: list[Any] = []
-        # What ``is_current`` looks at: members of collections, and single entries of dicts.
+        # Compared by ``is_current``: members of collections, and single entries of dicts.
         self._members: list[Any] = []
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
@@ -394,7 +396,7 @@ class _Reading:
             self._read_hooks(f"all modules.{name}", getattr(torch_modules, f"_global{name}"))
         for kind in classes:
             self._read_namespace(f"class {kind.__module__}.{kind.__qualname__}", kind)
-        # Library files that define the classes, but torch's.
+        # The library files, except torch's, that define the classes.
         names = sorted({kind.__module__ for kind in classes} & sys.modules.keys())
         names = [name for name in names if is_library(name) and not name.startswith("torch.")]
         files = [sys.modules[name] for name in names]
@@ -409,17 +411,17 @@ class _Reading:
         self._paths, self._names = {}, {}
 
     def is_current(self) -> bool:
-        """Compare what was read, in loops that Python runs in C."""
+        """Return whether a new walk would find the same; the loops run in C."""
         if not self.digest:
             return False
         try:
             found = self._look()
             return len(found) == len(self._found) and all(map(is_, found, self._found))
-        except RuntimeError:  # a dict that another thread writes to
+        except RuntimeError:  # another thread changes a dict
             return False
 
     def _look(self) -> list[Any]:
-        """Return what must be the very same objects in the next look."""
+        """Return the objects that must be identical in the next call."""
         return [
             *chain.from_iterable(self._members),
             *map(dict.get, self._owners, self._keys),
@@ -483,7 +485,7 @@ class _Reading:
                 self._read(f"{path}.{name}", members[name])
 
     def _attributes(self, path: str, owner: Any) -> list[tuple[str, Any]]:
-        """Watch the attributes of an object, and return those that no call has put there."""
+        """Watch the attributes of an object; return them without a running call's replacements."""
         attributes = vars(owner)
         self._watch(path, attributes)
         found = ((name, original(attributes, name)) for name in sorted(attributes))
@@ -537,7 +539,7 @@ class _Reading:
             return
         is_foreign = not (is_config or is_library(kind.__module__))
         is_patched = callable(value) and foreign_layer(value) is not None
-        # What C code and slots hold makes objects larger.
+        # Fields of C code and slots, which cannot be read, make objects larger.
         has_more = kind.__basicsize__ != _SIZE_WITH_DICT or not hasattr(value, "__dict__")
         if is_foreign or is_patched or has_more:
             what = f"an object of class {kind.__qualname__} of module {kind.__module__}"
@@ -551,8 +553,8 @@ class _Reading:
     def _read_namespace(self, path: str, owner: type | ModuleType) -> None:
         """Read the plain values and the functions of a class or a library's file.
 
-        A function that was there when it was seen first is its own, wherever it comes from: patches
-        that were made before are the model. New names in a file are looked up by none of its code.
+        Functions of the first reading belong to the model, wherever they come from, so earlier
+        patches are no foreign code. No code looks up names that were added to a file later.
         """
         namespace = vars(owner)
         self._members += [namespace, namespace.values()]
@@ -592,10 +594,7 @@ class _Reading:
             self._keys.append(name)
 
     def _read_selected(self, files: list[ModuleType]) -> None:
-        """Read the functions that the model's configurations select from registries.
-
-        Some of these are transformers', others those of the model's own files.
-        """
+        """Read functions that configurations select in registries of transformers or the model."""
         fields = ("_attn_implementation_internal", "_experts_implementation_internal")
         chosen = {original(vars(c), f) for c in self._configs for f in fields if f in vars(c)}
         files = [*files, *(sys.modules[name] for name in _REGISTRY_FILES if name in sys.modules)]
@@ -622,7 +621,7 @@ class _Reading:
         self.values[path] = value, number
 
     def _say_code(self, path: str, what: str, code: Any) -> None:
-        if not isinstance(code, _FUNCTION_TYPES):  # an object that is called
+        if not isinstance(code, _FUNCTION_TYPES):  # a callable object: its class has the code
             code = type(code)
         module = _module_of(code)
         number = 0 if is_library(module) else self._known.number(code)
@@ -634,7 +633,7 @@ class _Reading:
             self.modules_of_code.add(str(module_name))
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
-        """Watch a dict; entry by entry if a forward rewrites some of them."""
+        """Watch a dict; without the entries that a forward rewrites."""
         self._members.append(items)
         rewritten = {name for name in items if f"{path}.{name}" in self._known.left_out}
         if not rewritten:
@@ -656,7 +655,7 @@ def is_library(module_name: str | None) -> bool:
 
 
 def _module_of(thing: Any) -> str | None:
-    """Return the name of the module that the code of a callable was defined in, if it has one."""
+    """Return the name of the module that defines a callable's code; None if it has none."""
     if isinstance(thing, FunctionType):
         # functools.wraps copies __module__ from the wrapped function; globals cannot be copied.
         name = thing.__globals__.get("__name__")
@@ -666,16 +665,16 @@ def _module_of(thing: Any) -> str | None:
     name = getattr(thing, "__module__", None)
     if isinstance(name, str):
         return name
-    owner = getattr(thing, "__objclass__", None)  # of a method of a C class
+    owner = getattr(thing, "__objclass__", None)  # the class of a C method
     return None if owner is None else owner.__module__
 
 
 def foreign_layer(thing: Any, own: Collection[str] | None = None) -> str | None:
-    """Name the first function inside a callable that no library brought; None if there is none.
+    """Return the first function inside a callable that is of no library; None if there is none.
 
     Partials, bound methods, wrapped functions and the methods of callable objects are unwrapped.
-    With ``own``, names of the modules of a model's classes, functions are not foreign either that a
-    kernel package brought, or that such a module's file names.
+    ``own`` are the names of the modules of a model's classes. If given, functions of kernel
+    packages and named functions of these modules are not foreign either.
     """
     inner = [getattr(thing, "__dict__", {}).get("__wrapped__")]
     if isinstance(thing, partial):
@@ -694,14 +693,14 @@ def foreign_layer(thing: Any, own: Collection[str] | None = None) -> str | None:
 
 
 def _is_named(function: Any, called: str, module_name: str | None, own: Collection[str]) -> bool:
-    """Return whether a name tells a function from others: of closures and lambdas it does not."""
+    """Return whether a function's name identifies it: names of closures and lambdas do not."""
     if str(module_name).partition(".")[0] in _KERNEL_PACKAGES:
         return True
     return module_name in own and "<" not in called and not getattr(function, "__closure__", None)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``repr`` says all of a value, and nothing can change it."""
+    """Return whether a value is immutable and ``repr`` shows all of it."""
     kind = type(value)
     if kind in (tuple, torch.Size):
         return all(map(_is_plain, value))
@@ -716,14 +715,14 @@ def _is_own_method(value: Any, module: torch.nn.Module) -> bool:
 
 
 def _function_in(value: Any) -> Any:
-    """Return the function that an entry of a class or of a file is; None if it is none."""
+    """Return the function in an entry of a class or file; None if the entry is no function."""
     value = getattr(value, "__func__" if isinstance(value, (staticmethod, classmethod)) else "fget",
                     value)  # fmt: skip
     return value if isinstance(value, _FUNCTION_TYPES) and not isinstance(value, type) else None
 
 
 def global_settings() -> tuple[object, ...]:
-    """Return what PyTorch's results depend on beside the model: precision and choice of kernels."""
+    """Return PyTorch's global settings that change results: precision and choice of kernels."""
     found: list[object] = [
         (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         for device in ("cpu", "cuda")
@@ -757,7 +756,7 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
 
 
 class _Weights:
-    """The tensors of a model, and what each held when it was first seen: ``expected``, by path."""
+    """The tensors of a model, and the checksum of each in the first call: ``expected``, by path."""
 
     def __init__(self, kind: WeightsCheck) -> None:
         self.kind: WeightsCheck = kind
@@ -768,10 +767,10 @@ class _Weights:
         self.is_pending = False
         self._may_differ = False
         self._num_calls = 0
-        self._versions: list[int] = []  # when the comparison was begun ahead; empty: it was not
+        self._versions: list[int] = []  # version counters at ``look_ahead``; empty: it did nothing
 
     def look_ahead(self) -> None:
-        """Begin the comparison before ``begin``, if a GPU makes it and all lies where it lay."""
+        """Start the comparison before ``begin``, if all weights are on GPUs and have not moved."""
         self._versions = []
         if not self._checksums or any(each.device.type != "cuda" for each in self._checksums):
             return
@@ -809,7 +808,7 @@ class _Weights:
             checksums.start(stride=stride, phase=self._num_calls % stride)
 
     def confirm(self) -> None:
-        """Wait for what ``begin`` began."""
+        """Wait for the comparison that ``begin`` started; raise if weights have changed."""
         if not self.is_pending:
             return
         self.is_pending = False
@@ -819,10 +818,10 @@ class _Weights:
             self._take(self._measured(), is_changed=True)
 
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        """Return what each of the tensors holds.
+        """Return dtype, layout and checksum of each tensor that has values.
 
-        Those on the meta device hold nothing: what stands in for them, such as the map of offloaded
-        weights in a hook of accelerate, is found where it is.
+        Tensors on the meta device have none. Their values lie elsewhere, for example in a map of
+        offloaded weights in a hook of accelerate, which is read as an attribute.
         """
         self._tensors = {p: t for p, t in tensors.items() if t.numel() and _is_readable(t)}
         groups: dict[torch.device, list[torch.Tensor]] = {}
@@ -834,7 +833,7 @@ class _Weights:
         return self._measured()
 
     def _take(self, found: dict[str, object], *, is_changed: bool) -> None:
-        """Expect what was found, or say that it is not what was expected."""
+        """Compare ``found`` with the expected weights; raise if they have changed and may not."""
         known = self.expected
         changed = [path for path, value in found.items() if known.get(path, value) != value]
         if self._may_differ:
@@ -862,7 +861,7 @@ class _Weights:
         }  # fmt: skip
 
     def _look(self) -> list[list[Any]]:
-        """Return where tensors lie and how. Every call does it, so in C loops."""
+        """Return addresses and layouts of the tensors; in C loops, because every call needs it."""
         tensors = [*self._tensors.values()]
         return [
             list(map(torch.Tensor.data_ptr, tensors)),
@@ -874,7 +873,7 @@ class _Weights:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's bytes say all of its values."""
+    """Return whether all values of a tensor can be read from its bytes."""
     kinds = (torch.Tensor, torch.nn.Parameter)
     if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
@@ -889,18 +888,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written to in place, as far as PyTorch counts it."""
+    """Return PyTorch's counter of in-place writes of each tensor, -1 if it has none."""
     try:
         return list(map(attrgetter("_version"), tensors))
-    except RuntimeError:  # tensors of the inference mode have none
+    except RuntimeError:  # tensors made in inference mode have no counter
         return list(map(_version, tensors))
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:
-    """Say whether a module may compute something else in training mode.
+    """Return whether a module may compute something else in training mode.
 
-    PEFT adds its layers in training mode to a model in eval mode. What is random in them, and in
-    containers and plain layers of PyTorch, is in modules of its own; others may look at the flag.
+    PEFT adds its layers in training mode to a model in eval mode. Layers of PEFT, and containers
+    and plain layers of PyTorch, do not read the flag: their random parts are separate modules.
     """
     if isinstance(module, _RANDOM):
         return bool(getattr(module, "p", 1))
