@@ -239,11 +239,6 @@ class BatchRequest(QueuedRequest):
             self._prompt = self.prepared.tokens.tolist()
         return self._prompt
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.prepared.tokens) + len(self.answer)
-
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached, and when it was admitted first."""
         if self.started_time < 0:

@@ -793,9 +793,10 @@ class Batcher:
         if len(answer) < request.max_tokens:
             return False
         if len(answer) < settings.max_new_tokens:
+            count = len(request.prepared.tokens) + len(answer)
             request.error = SequenceLengthError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens and cannot go on: "
-                f"the longest sequence is {request.num_tokens - 1} tokens"
+                f"request {request.request_id!r} has {count} tokens and cannot go on: "
+                f"the longest sequence is {count - 1} tokens"
             )
         return True
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -25,13 +27,10 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
 from mamba_cache.integrations.transformers.serve.models import (
-    SALT_HEADER,
     BatchManager,
     ServedModels,
     ServedRequest,
     current_request,
-    salt_of,
-    salt_values,
 )
 from mamba_cache.stores import open_store
 
@@ -45,6 +44,12 @@ _Call = Callable[..., Awaitable[None]]
 
 _TEXT = ("text", "input_text", "output_text")
 """Types of the parts of a message that are text."""
+
+_SALT_HEADER = b"x-cache-salt"
+"""The header that keeps requests apart, in lower case as ASGI has it."""
+
+_salt_headers: ContextVar[tuple[str, ...]] = ContextVar("salt_headers", default=())
+"""What the headers of the HTTP request that is being answered say."""
 
 _originals: list[tuple[Any, str, Any]] = []
 """Present replacements: the owner, the attribute's name, and the original."""
@@ -294,7 +299,9 @@ async def _handle_request(
     _: ServedModels, original: Callable[..., Any], handler: Any, body: dict[str, Any], name: str
 ) -> Any:
     """Handle a request that is known to all that is called."""
-    salt = salt_of(salt_values.get(), body.get("user"))
+    headers, user = _salt_headers.get(), body.get("user")
+    is_salted = user is not None or bool(headers)
+    salt = json.dumps([headers, user], sort_keys=True) if is_salted else None
     handler._unused_fields = getattr(handler, "_unused_fields", set()) - {"user"}  # it is the salt
     request = ServedRequest(handler, body, salt)
     current_request.set(request)
@@ -399,8 +406,8 @@ def _read_salt(app: _Call) -> _Call:
 
     async def read(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name.lower() == SALT_HEADER]
-            salt_values.set(tuple(value.decode("latin-1") for value in given))
+            given = [value for name, value in scope["headers"] if name.lower() == _SALT_HEADER]
+            _salt_headers.set(tuple(value.decode("latin-1") for value in given))
         await app(scope, receive, send)
 
     return read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,24 +31,14 @@ if TYPE_CHECKING:
     from mamba_cache.integrations.events import EventPublisher  # an extra
 
 __all__ = [
-    "SALT_HEADER",
-    "SERVER",
     "BatchManager",
     "ServedModel",
     "ServedModels",
     "ServedRequest",
     "current_request",
-    "salt_of",
-    "salt_values",
 ]
 
 _log = logging.getLogger(__name__)
-
-SALT_HEADER = b"x-cache-salt"
-"""The header that keeps requests apart, in lower case as ASGI has it."""
-
-salt_values: ContextVar[tuple[str, ...]] = ContextVar("salt_values", default=())
-"""The fields of the current HTTP request's headers."""
 
 current_request: ContextVar[ServedRequest | None] = ContextVar("current_request", default=None)
 """The current request, also in tasks that its handler begins, such as a stream."""
@@ -108,14 +97,7 @@ class ServedRequest:
         return chat_checkpoints(tokenizer, self.messages, token_ids, **options)
 
 
-def salt_of(headers: Sequence[str], user: Any) -> str | None:
-    """Return the salt of a request, from its salt header and its field ``user``."""
-    if user is None and not headers:
-        return None
-    return json.dumps([list(headers), user], sort_keys=True)
-
-
-SERVER = "transformers server"
+_SERVER = "transformers server"
 """The source of the hints: each source is trusted as far as its hints come true."""
 
 
@@ -288,7 +270,7 @@ class BatchManager:
                 cache_salt=arrival.cache_salt,
                 checkpoint_positions=arrival.checkpoints,
                 will_continue=arrival.will_continue,
-                source=SERVER,
+                source=_SERVER,
             )
         except Exception as error:  # of this request alone: nothing was submitted
             self._fail(arrival, error)
@@ -473,7 +455,7 @@ class ServedModel:
                     cache_salt=request.cache_salt,
                     checkpoints=request.find_checkpoints(options["tokenizer"], ids),
                     will_continue=request.will_continue,
-                    source=SERVER,
+                    source=_SERVER,
                     **{**options, "streamer": listener},
                 )
             except (InvalidArgumentError, ModelChangedError) as error:
