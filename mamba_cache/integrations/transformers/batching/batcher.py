@@ -577,11 +577,9 @@ class Batcher:
             decoding = self._decoding = self._read_decoding(ids, rows)
         else:
             decoding.ids = ids
-        idle = self._idle_rows(decoding.size)
-        size = decoding.size
-        compute = partial(self._forwards.decode, size)
+        idle, size = self._idle_rows(decoding.size), decoding.size
         with self._kept(idle) if idle else nullcontext():
-            logits = self._graphs.run(size, compute)
+            logits = self._graphs.run(size, partial(self._forwards.decode, size))
         self.counts["decode_steps"] += 1
         return logits
 
@@ -906,7 +904,6 @@ class Batcher:
 
     def drop(self) -> None:
         """Drop all requests and the step in flight; keep cached prefixes."""
-        self._forwards.put_back()
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
@@ -915,7 +912,6 @@ class Batcher:
 
         Graphs may be kept if only the values of weights have changed: they read the same memory.
         """
-        self._forwards.put_back()
         self._clear()
         if not keeps_graphs:
             self._graphs.forget()
@@ -923,6 +919,7 @@ class Batcher:
         self.context.reset()
 
     def _clear(self) -> None:
+        self._forwards.put_back()
         self._scheduler.reset()
         self._decoding = _Decoding()
         self._has_faults = False
