@@ -231,7 +231,7 @@ def make_cache(model: transformers.PreTrainedModel, **settings: object) -> Prefi
     """
     ample = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
     cache = PrefixCache(model, **{**ample, "segment_tokens": 4 * BLOCK, **settings})
-    if cache._store.tiers is not None:
+    if cache._store.tiers.host is not None:
         cache._store.tiers.planners.host._learns = False
     return cache
 

@@ -99,11 +99,9 @@ class Prefiller:
         logits, tiers = torch.empty(1, 1, 0), self._store.tiers
         for start, end in segments:
             with self._capturing(record, cache, start, end) as captured:
-                if tiers is not None:
-                    tiers.begin_forward(end - start)
+                tiers.begin_forward(end - start)
                 logits = self._runner.forward(record.sequence.prompt[start:end], cache, start)
-                if tiers is not None:
-                    tiers.end_forward()
+                tiers.end_forward()
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start

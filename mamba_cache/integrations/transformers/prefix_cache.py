@@ -800,7 +800,7 @@ class PrefixCache:
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return the stats of the tiers below the GPU; none without ``host_cache_gb``."""
-        return () if self._store.tiers is None else self._store.tiers.stats()
+        return self._store.tiers.stats()
 
     @guarded(waits=True)
     def verify_pending(self, max_hits: int | None = None) -> int:
@@ -829,7 +829,7 @@ class PrefixCache:
         self._runner.fingerprint.begin()
         if self._runner.fingerprint.foreign is not None:  # no hit can be computed as before
             return 0
-        key = self._store.key_for(self._runner.fingerprint.key)
+        key = self._store.tiers.key_for(self._runner.fingerprint.key)
 
         def compute(hit: HitToVerify) -> PrefixContent | None:
             if hit.request.lora_id != key:  # adapters or settings have changed since
@@ -858,9 +858,6 @@ class PrefixCache:
     def _release(self) -> None:
         self._is_closed = True
         self._remove_hooks()
-        tiers, self._store.tiers = self._store.tiers, None
-        if tiers is not None:
-            tiers.close()
         self._batcher = None
         self._store.close()
         self._skipped_before = 0
@@ -875,8 +872,7 @@ class PrefixCache:
         self._store.check_invariants()
         if self._batcher is not None:
             self._batcher.context.check_invariants()
-        if self._store.tiers is not None:
-            self._store.tiers.check_invariants()
+        self._store.tiers.check_invariants()
 
     def _heal(self) -> None:
         """Reset the cache after a change of its bookkeeping broke off, and count it."""
@@ -893,8 +889,7 @@ class PrefixCache:
             self._bypasses.clear()
             self._skipped_before = 0
             self._runner.fingerprint.forget()
-            if self._store.tiers is not None:
-                self._store.tiers.take_weights()
+            self._store.tiers.take_weights()
 
     def _take_back(self) -> None:
         """Release the blocks, slots and hooks of a call that raised."""

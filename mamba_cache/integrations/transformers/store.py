@@ -30,6 +30,7 @@ from mamba_cache.cache.sequence import (
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import PrefixContent
 from mamba_cache.context.memory import CacheMemory
+from mamba_cache.context.tiering import NoTiers
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.layers import PrefixLayout, PrefixTensors, SequenceMemory
@@ -58,6 +59,16 @@ class PromptEnds:
             return ()
         ends = facts.prompt_tokens, facts.prompt_tokens - self._min_tokens
         return {*placed_positions(self._placement, facts), *ends}
+
+
+class _NoTiers(NoTiers):
+    """Null object for a store without tiers."""
+
+    num_offers = 0
+    bring = end_forward = let_go = spill = take_weights = NoTiers._no_op
+
+    def key_for(self, key: ExtraKey) -> ExtraKey:
+        return key
 
 
 class PrefixStore(CacheMemory):
@@ -92,7 +103,7 @@ class PrefixStore(CacheMemory):
         # under autocast.
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
-        self.tiers: PrefixTiers | None = None
+        self.tiers: PrefixTiers | _NoTiers = _NoTiers()
 
     def add_tiers(self, tiers: PrefixTiers) -> None:
         """Keep prefixes in these tiers as well, until the store is closed."""
@@ -109,9 +120,8 @@ class PrefixStore(CacheMemory):
     @property
     def is_empty(self) -> bool:
         """Whether no prefix is cached and there are no tiers that could have one."""
-        if self.tiers is not None:
-            return False
-        return not (self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks)
+        is_used = self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks
+        return self.tiers.host is None and not is_used
 
     def let_go(self) -> None:
         """Release the blocks and slots of records that were not closed, between calls."""
@@ -119,8 +129,7 @@ class PrefixStore(CacheMemory):
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
         self.slots.cancel_reserved(list(self.slots.reserved))
-        if self.tiers is not None:
-            self.tiers.let_go()
+        self.tiers.let_go()
 
     def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         """Return the saved states, keys and values of a prefix, by the model's layers."""
@@ -136,7 +145,7 @@ class PrefixStore(CacheMemory):
 
     def request(self, tokens: Any, key: ExtraKey, request_id: Hashable, **fields: Any) -> Request:
         """Return a request for a prompt under the model's key; ``fields`` are more fields."""
-        lora_id = self.key_for(key)
+        lora_id = self.tiers.key_for(key)
         return Request(
             request_id=request_id,
             prompt_tokens=tokens,
@@ -161,16 +170,11 @@ class PrefixStore(CacheMemory):
         chain.append(tokens)
         requested = frozenset([p // size * size for p in request.checkpoint_positions])
         sequence = CachedSequence(request, tokens, chain, requested)
-        if self.tiers is not None:
-            self.tiers.bring(sequence, min_computed)
+        self.tiers.bring(sequence, min_computed)
         match = self.index.match(sequence.chain.digests, len(tokens), min_computed)
         sequence.num_shared_blocks = sequence.num_published = match.kv_matched_blocks
         sequence.num_initial = len(tokens)
         return SequenceRecord(self, sequence, match, match.block_ids)
-
-    def key_for(self, key: ExtraKey) -> ExtraKey:
-        """Return the key that goes into block hashes in the place of the model's key."""
-        return key if self.tiers is None else self.tiers.key_for(key)
 
     def _is_told(self, lora_id: ExtraKey) -> bool:
         """Return whether listeners get the tokens of sequences with a key."""
@@ -200,11 +204,12 @@ class PrefixStore(CacheMemory):
         self.clear()
         self.live_dtypes.clear()
         self._told_lora_id = None
-        if self.tiers is not None:
-            self.tiers.reset()
+        self.tiers.reset()
 
     def close(self) -> None:
         """Free the memory; the store cannot be used afterwards."""
+        tiers, self.tiers = self.tiers, _NoTiers()
+        tiers.close()
         self.reset()
         self.tensors.clear()
         if isinstance(self.slots, MambaSlotAllocator):  # its views would keep the memory alive
@@ -306,8 +311,7 @@ class SequenceRecord:
             self._cancel_reserved()
         held, self._blocks = self._blocks, []
         self._store.kv_blocks.release_memory_blocks(held)
-        if self._store.tiers is not None:
-            self._store.tiers.spill()
+        self._store.tiers.spill()
 
     def _publish(self, memory: SequenceMemory, positions: set[int]) -> None:
         sequence, tensors, end = self.sequence, self._store.tensors, memory.num_tokens

@@ -531,7 +531,7 @@ class Batcher:
     def _find(self, request: BatchRequest) -> int:
         """Load a prompt's prefix from the lower tiers; return how many of its tokens are cached."""
         prepared, tiers = request.prepared, self._store.tiers
-        if tiers is not None:
+        if tiers.host is not None:
             sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
             tiers.bring(sequence, self.context.config.min_computed_tokens)
         return self.context.match(prepared).skip_tokens
@@ -762,7 +762,7 @@ class Batcher:
                 self.end(request)
         tiers = self._store.tiers
         # Spilling blocks this thread: do it when idle, or when too many copies wait.
-        if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MAX_OFFERS):
+        if not self.num_unfinished or tiers.num_offers > _MAX_OFFERS:
             tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(
