@@ -27,7 +27,7 @@ ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 def assert_true(cache, known):
     """A subscriber's blocks and states are those that the cache finds, and all of them."""
     store = cache._store
-    key = store.key_for(cache._runner.fingerprint.key)
+    key = store.tiers.key_for(cache._runner.fingerprint.key)
 
     def prefix(wire):
         parent, own = known.groups[0][wire]

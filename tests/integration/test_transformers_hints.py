@@ -72,7 +72,7 @@ def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, g
 
 
 def _chain(cache, told):
-    key = cache._store.key_for(cache._runner.fingerprint.key)
+    key = cache._store.tiers.key_for(cache._runner.fingerprint.key)
     chain = BlockHashChain(BLOCK, hasher=cache._store.hasher, lora_id=key)
     chain.append(told)
     return chain
