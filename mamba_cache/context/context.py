@@ -691,7 +691,7 @@ class DynamicInferenceContext:
             table,
             group,
             drafts,
-            is_in_doubt=self._uncollected is not None,
+            is_uncollected=self._uncollected is not None,
             config=self.config,
             preparer=self._preparer,
             device=self.device,
@@ -843,7 +843,7 @@ class DynamicInferenceContext:
                 rows = np.concatenate((rows, [active.row for active in prefills]))
             if sent is not None:
                 lengths: Int64Array = np.ones(len(rows), dtype=np.int64)
-                lengths[:count] = table.num_in_doubt[work.group.rows] = work.ends - work.most
+                lengths[:count] = table.num_in_doubt[work.group.rows] = work.ends - work.max_starts
                 lengths[count:] = [chunk.samples for chunk in step._chunks]
                 releases = table.num_releases[rows]
                 self._uncollected = _Uncollected(

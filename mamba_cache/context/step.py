@@ -1,4 +1,4 @@
-"""Steps: what an embedder sees of them, what requests compute, and the tokens that they take."""
+"""Steps: their public face, the work of decoding requests, and checks of sampled tokens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ __all__ = [
 ]
 
 Drafts: TypeAlias = "Mapping[Hashable, Sequence[int]] | torch.Tensor | Int64Array | Sequence[Any]"
-"""Tokens by request id; or [num_decodes, k] in the order of the batch, negative where there is
-none, both known on the host; or a tensor [max_requests, num_speculative_tokens] by request row,
-known on the device alone, negative likewise."""
+"""Draft tokens: by request id; or [num_decodes, k] in the order of the batch; or, on the device, a
+tensor [max_requests, num_speculative_tokens] by request row. A negative item is no token."""
 
 NewTokens: TypeAlias = "Mapping[Hashable, Any] | torch.Tensor | Int64Array | Sequence[Any]"
-"""Sampled tokens known on the host: by request id, or in the order of ``Step.sampling_ids``."""
+"""Sampled tokens on the host: by request id, or in the order of ``Step.sampling_ids``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,16 @@ class ScheduledRequest:
     """One request's part of a step.
 
     Attributes:
-        request_id: The request.
-        row: Its row in the block tables and the live states.
-        start: Tokens of its sequence before this step, as far as they are known on the host.
-        num_tokens: Tokens computed in this step, drafts included.
-        skip_tokens: Tokens that a state restored in this step made needless to compute.
-        is_prefill: Whether the tokens are a chunk of the prompt rather than decoded ones.
+        request_id: Id of the request.
+        row: The request's row in the block tables and the live states.
+        start: Number of tokens computed before this step, without those of an uncollected step.
+        num_tokens: Number of tokens computed in this step, drafts included.
+        skip_tokens: Number of tokens skipped because a state is restored in this step.
+        is_prefill: Whether the tokens are a chunk of the prompt.
         samples: Whether the last known token is computed, so that ``commit_step`` needs the next.
-        drafts: Which of a decoding request's tokens are drafts; none where the device alone knows
-            them.
-        checkpoints: Of a chunk, the positions inside it at which a state is saved, in tokens from
-            the sequence's start, each with its slot; for embedders that write whole states there.
+        drafts: Draft tokens of a decoding request; empty if they are on the device only.
+        checkpoints: Pairs (position, slot) of the checkpoints inside a chunk, positions in tokens
+            from the sequence's start; for embedders that write whole states to slots.
     """
 
     request_id: Hashable
@@ -73,18 +71,18 @@ class ScheduledRequest:
 
 
 class DecodeWork(NamedTuple):
-    """What a step computes of the requests that decode."""
+    """The tokens that a step computes for its n decoding requests."""
 
-    group: DecodingGroup  # the requests
-    starts: Int64Array  # [n] tokens that each has computed, as far as they are known on the host
-    most: Int64Array  # [n] likewise, or what it may be by what the device alone knows
-    ends: Int64Array  # [n] the position after the last token of each, at most
-    longest: int  # the largest of ``ends``
-    num_tokens: int  # tokens of all of them together
-    width: int = 1  # tokens that each computes at most
-    lengths: Int64Array | None = None  # [n] tokens of each; None: ``width``
-    drafts: Int64Array | None = None  # [n, width - 1] those known on the host; -1: none
-    crossing: Sequence[int] = ()  # which have tokens beyond their current block
+    group: DecodingGroup
+    starts: Int64Array  # [n] computed tokens of each request, without those of an uncollected step
+    max_starts: Int64Array  # [n] the same, plus the maximum number from an uncollected step
+    ends: Int64Array  # [n] maximum position after the last token of this step
+    longest: int  # the maximum of ``ends``
+    num_tokens: int  # sum over all requests
+    width: int = 1  # maximum number of tokens of one request
+    lengths: Int64Array | None = None  # [n] number of tokens of each request; None: ``width``
+    drafts: Int64Array | None = None  # [n, width - 1] drafts known on the host; -1: none
+    crossing: Sequence[int] = ()  # indices of requests with tokens beyond their current block
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""
@@ -114,10 +112,10 @@ class DecodeWork(NamedTuple):
 
 
 class Step:
-    """What the forward computes.
+    """A step: its requests, and their tokens that the forward computes.
 
     Attributes:
-        metadata: What the model's layers read.
+        metadata: The tensors that the model's layers read.
     """
 
     def __init__(
@@ -130,15 +128,15 @@ class Step:
         *,
         layers: Iterable[int],
     ) -> None:
-        self._work = work  # what is computed of the requests that decode
-        self._actives = actives  # the requests of prompts
-        self._chunks = chunks  # what is computed of them
+        self._work = work  # of decoding requests
+        self._actives = actives  # requests with chunks
+        self._chunks = chunks  # one for each of ``actives``
         decoding = work.group.requests
-        self._requests = (*decoding, *actives) if actives else decoding  # in the batch's order
-        self._planned = planned  # states that decoding requests save, by their places in the batch
-        self._is_advanced = False  # whether the device knows the sampled tokens
-        self._missing = set(layers)  # those that have to hand over states, and have not
-        self._fields: tuple[torch.Tensor, ...] = ()  # of its checkpoints inside chunks, once read
+        self._requests = (*decoding, *actives) if actives else decoding  # in batch order
+        self._planned = planned  # checkpoints of decoding requests, by place in the batch
+        self._is_advanced = False  # whether the sampled tokens are recorded on the device
+        self._missing = set(layers)  # layers that have not handed over their states yet
+        self._fields: tuple[torch.Tensor, ...] = ()  # of checkpoints inside chunks, once sliced
         self.metadata = metadata
 
     def __repr__(self) -> str:
@@ -146,15 +144,12 @@ class Step:
 
     @cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:
-        """The batch in the order of the metadata's rows: decodes first, then prefills.
-
-        It is made when it is first read.
-        """
+        """The batch in the order of the metadata's rows: decodes, then prefills; made lazily."""
         return (*self._work.describe(), *self.prefills)
 
     @cached_property
     def prefills(self) -> tuple[ScheduledRequest, ...]:
-        """The chunks of prompts, which come last in the batch; made when they are first read."""
+        """The chunks of prompts, which are the batch's last rows; made lazily."""
         return tuple(
             ScheduledRequest(
                 request_id=active.request_id,
@@ -171,17 +166,17 @@ class Step:
 
     @property
     def decode_rows(self) -> Int64Array:
-        """[num decoding] int64: the rows of the requests that decode, in the same order."""
+        """[num decoding] int64: the rows of the decoding requests, in batch order."""
         return self._work.group.rows
 
     @property
     def request_ids(self) -> tuple[Hashable, ...]:
-        """The requests' ids in the same order."""
+        """Ids of all requests, in batch order."""
         return tuple([active.request_id for active in self._requests])
 
     @property
     def sampling_ids(self) -> tuple[Hashable, ...]:
-        """Requests whose next token must be given to ``commit_step``, in the same order."""
+        """Ids of the requests whose next token ``commit_step`` needs, in batch order."""
         ids = self._work.group.ids
         if not self._actives:
             return ids
@@ -191,16 +186,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Forks:
-    """What ``fork`` has made, for embedders with tensors of their own by request row or KV block.
+    """The result of ``fork``, for embedders with their own tensors by request row or KV block.
 
     Attributes:
-        request_ids: The new requests.
-        source_row: The row of the request that was forked.
-        rows: The rows of the new ones.
-        source_block: The KV block that the forked request has filled in part; None if it stands at
-            a block boundary.
-        blocks: A KV block for each of the new requests, which holds what that one does; none if it
-            stands at a block boundary.
+        request_ids: Ids of the forks.
+        source_row: Row of the forked request.
+        rows: Rows of the forks.
+        source_block: The KV block that the forked request has filled in part; None at a block
+            boundary.
+        blocks: The copy of ``source_block`` of each fork; empty at a block boundary.
     """
 
     request_ids: tuple[Hashable, ...]
@@ -212,15 +206,15 @@ class Forks:
 
 @dataclass(frozen=True, slots=True)
 class CapturedExtractions:
-    """What a CUDA graph extracts at each of its replays.
+    """The layers whose states a CUDA graph extracts at each replay.
 
-    Made by ``DynamicInferenceContext.capture_extractions``. An embedder whose own kernels write
-    checkpoint states into their slots makes it itself.
+    ``DynamicInferenceContext.capture_extractions`` makes this. An embedder makes it itself if its
+    own kernels write checkpoint states to slots.
 
     Attributes:
-        lengths: For each layer with a state, how many chunks and how many prefill tokens the
-            captured tensors hold: no step with more can be replayed. With several kinds of layers
-            they are numbered through, kind after kind in the spec's order.
+        lengths: For each layer, the number of chunks and of prefill tokens of the captured tensors,
+            which limit the steps that can be replayed. Layers are numbered over all kinds, kind
+            after kind in the spec's order.
 
     Raises:
         InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
@@ -247,32 +241,32 @@ def plan_decodes(
     group: DecodingGroup,
     drafts: Drafts | None,
     *,
-    is_in_doubt: bool,
+    is_uncollected: bool,
     config: CacheConfig,
     preparer: RequestPreparer,
     device: torch.device,
 ) -> DecodeWork:
-    """Return what a step computes of decoding requests, which have room for it.
+    """Return the tokens that a step computes for decoding requests: the last one and the drafts.
 
-    It is each one's last token and its drafts. Drafts that only the device knows are cut at the
-    longest length. ``is_in_doubt`` says that the last step is uncollected.
+    Check that ``max_sequence_length`` has room for them; drafts on the device are cut to fit.
+    ``is_uncollected`` is whether the last step is uncollected.
     """
     width, room = config.num_speculative_tokens, config.max_sequence_length
-    starts = most = table.num_computed[group.rows]
-    if is_in_doubt:
-        most = starts + table.num_in_doubt[group.rows]
+    starts = max_starts = table.num_computed[group.rows]
+    if is_uncollected:
+        max_starts = starts + table.num_in_doubt[group.rows]
     count = len(group.ids)
-    longest = most.item(most.argmax()) if count else 0  # a quarter of the time of ``max``
+    longest = max_starts.item(max_starts.argmax()) if count else 0  # 4 times as fast as ``max``
     if longest >= room:
-        _refuse_length(table, group, most, room)
+        _refuse_length(table, group, max_starts, room)
     given: Int64Array | None = None
     lengths: Int64Array | None = None
-    each = 1  # tokens of each request, at most
+    each = 1  # maximum number of tokens of one request
     if isinstance(drafts, torch.Tensor):
         shape, each = (config.max_requests, width), 1 + width
         check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
         if count and longest + each > room:
-            lengths = np.minimum(each, room - most)
+            lengths = np.minimum(each, room - max_starts)
     elif drafts is not None:
         if isinstance(drafts, Mapping):
             given = _by_request(drafts, group, width, preparer)
@@ -282,30 +276,30 @@ def plan_decodes(
         if np.count_nonzero(is_given := given >= 0) < given.size:
             lengths = np.count_nonzero(is_given, axis=1) + 1
     if lengths is None:
-        ends, longest, total = most + each, longest + each, count * each
+        ends, longest, total = max_starts + each, longest + each, count * each
     else:
-        ends, total = most + lengths, int(lengths.sum())
+        ends, total = max_starts + lengths, int(lengths.sum())
         longest = int(np.maximum.reduce(ends))
     if count and longest > room:
         index = int((ends > room).argmax())
-        may_have = room - most.item(index) - 1
+        start = max_starts.item(index)
         raise InvalidArgumentError(
-            f"request {group.ids[index]!r} has room for {may_have} drafts within "
-            f"max_sequence_length ({room}), got {ends.item(index) - most.item(index) - 1}"
+            f"request {group.ids[index]!r} has room for {room - start - 1} drafts within "
+            f"max_sequence_length ({room}), got {ends.item(index) - start - 1}"
         )
-    return DecodeWork(group, starts, most, ends, longest, total, each, lengths, given)
+    return DecodeWork(group, starts, max_starts, ends, longest, total, each, lengths, given)
 
 
 def _refuse_length(
-    table: RequestTable, group: DecodingGroup, most: Int64Array, room: int
+    table: RequestTable, group: DecodingGroup, max_starts: Int64Array, room: int
 ) -> NoReturn:
-    """Refuse a step in which a request has no room for the token that it computes."""
-    index = int((most >= room).argmax())
+    """Raise for the first request whose next token exceeds ``max_sequence_length``."""
+    index = int((max_starts >= room).argmax())
     may_have, hint = "has", "finish it"
     if table.num_in_doubt[group.rows[index]]:
         may_have, hint = "may have", "collect the last step"
     raise SequenceLengthError(
-        f"request {group.ids[index]!r} {may_have} {most.item(index) + 1} tokens; "
+        f"request {group.ids[index]!r} {may_have} {max_starts.item(index) + 1} tokens; "
         f"max_sequence_length is {room}: {hint}"
     )
 
@@ -313,24 +307,23 @@ def _refuse_length(
 def _by_request(
     drafts: Mapping[Hashable, Any], group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> Int64Array:
-    """Return [n, width] drafts, -1 where there is none, of a mapping from ids to tokens."""
+    """Return the drafts of a mapping from ids to tokens as [n, k], padded with -1."""
     unexpected = drafts.keys() - set(group.ids)
     if unexpected:
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
     given, lengths = _by_id(drafts, group.ids, preparer, padding=-1)
-    most = given.shape[1]
-    if most > width:
+    if given.shape[1] > width:
         name = f"the number of drafts of {group.ids[int(lengths.argmax())]!r}"
-        check_int(name, most, minimum=0, maximum=width)
+        check_int(name, given.shape[1], minimum=0, maximum=width)
     return given
 
 
 def _by_id(
     given: Mapping[Hashable, Any], ids: Sequence[Hashable], preparer: RequestPreparer, padding: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return [n, k] tokens of ids, none where there are none, and how many each has."""
+    """Return the tokens of ids as [n, k], padded with ``padding``, and the number of each id's."""
     lists = [_as_list(given.get(name, ())) for name in ids]
     tokens = preparer.read_tokens([*chain.from_iterable(lists)])
     lengths = np.array([len(each) for each in lists], dtype=np.int64)
@@ -342,7 +335,7 @@ def _by_id(
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> Int64Array:
-    """Return [n, k] drafts of the caller's array, -1 where there is none."""
+    """Return the drafts of the caller's array as [n, k], padded with -1."""
     array = _as_array("drafts", drafts)
     if not array.size and isinstance(drafts, (list, tuple)):
         array = np.zeros((len(drafts), 0), dtype=np.int64)
@@ -354,7 +347,7 @@ def _in_order(
             f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
     if preparer.are_tokens(array):
-        return array.astype(np.int64)  # a copy: the caller may write to its own
+        return array.astype(np.int64)  # a copy: the caller may overwrite the array
     is_given = array >= 0
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
@@ -363,8 +356,8 @@ def _in_order(
 
 
 Sampled: TypeAlias = tuple[Int64Array, "Int64Array | None"]
-"""Checked tokens [n, k] in the order of ``Step.sampling_ids``, and how many of them each request
-takes, [n]; None: one."""
+"""Checked tokens [n, k] in the order of ``Step.sampling_ids``, and the number of tokens that each
+request takes, [n]; None: one."""
 
 
 def read_sampled(
@@ -373,12 +366,12 @@ def read_sampled(
     ids: Sequence[Hashable],
     preparer: RequestPreparer,
 ) -> Sampled:
-    """Return the sampled tokens that a caller gives as arrays, checked but for the drafts."""
+    """Return the caller's sampled tokens as arrays; ``check_accepted`` compares drafts later."""
     if not isinstance(new_tokens, Mapping):
         return _read_array(new_tokens, counts, len(ids), preparer)
     if counts is not None:
         raise InvalidArgumentError("counts belong to tokens in an array, not to a mapping")
-    if tuple(new_tokens) == ids:  # the usual order, which is read in half of the time
+    if tuple(new_tokens) == ids:  # the usual order: reading it takes half the time
         values = tuple(new_tokens.values())
     elif new_tokens.keys() == (id_set := set(ids)):
         values = tuple([new_tokens[request_id] for request_id in ids])
@@ -388,10 +381,10 @@ def read_sampled(
             f"new_tokens must name just the requests that sample, Step.sampling_ids: "
             f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
         )
-    try:  # a look at each value's type would take as long as this
+    try:  # checking the type of each value would take as long
         return preparer.read_tokens(values).astype(np.int64)[:, None], None
     except InvalidArgumentError:
-        pass  # a request has several tokens, or one is none
+        pass  # a request has several tokens, or a value is no token
     tokens, lengths = _by_id(new_tokens, ids, preparer, padding=0)
     return (tokens if tokens.size else np.zeros((len(ids), 1), dtype=np.int64)), lengths
 
@@ -415,17 +408,17 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
             f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
         )
     taken = taken.astype(np.int64)
-    most = int(np.maximum.reduce(taken.view(np.uint64), initial=1))  # a negative one is the largest
-    if most > width:
+    largest = int(np.maximum.reduce(taken.view(np.uint64), initial=1))  # as uint64 -1 is huge
+    if largest > width:
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
-    if not preparer.are_tokens(tokens[:, :most]):
+    if not preparer.are_tokens(tokens[:, :largest]):
         preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
-    return tokens[:, :most].astype(np.int64, copy=False), taken
+    return tokens[:, :largest].astype(np.int64, copy=False), taken
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return ints on the host as an array; what is on a device is not waited for."""
-    wanted = (
+    """Return ints on the host as an array; refuse a tensor on another device."""
+    requirement = (
         f"{name} must be ints in the order of the batch, in a numpy array, a tensor on the CPU or "
         "a list; tokens may also be in a mapping of request ids"
     )
@@ -433,17 +426,17 @@ def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
     if not is_tensor and not isinstance(given, (np.ndarray, list, tuple)):
         is_elsewhere = isinstance(given, torch.Tensor)
         where = f" on {given.device}: give DeviceTokens" if is_elsewhere else ""
-        raise InvalidArgumentError(f"{wanted}, got {type(given).__name__}{where}")
+        raise InvalidArgumentError(f"{requirement}, got {type(given).__name__}{where}")
     try:
         array = given.detach().numpy() if is_tensor else np.asarray(given)
     except Exception as error:
         if is_unreadable(error):
-            raise InvalidArgumentError(f"{wanted}, got {given!r}") from error
+            raise InvalidArgumentError(f"{requirement}, got {given!r}") from error
         raise
     if not array.size and isinstance(given, (list, tuple)):
-        array = array.astype(np.int64)  # of nothing numpy makes floats
+        array = array.astype(np.int64)  # numpy reads an empty list as floats
     if array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{wanted}, got {array.dtype}")
+        raise InvalidArgumentError(f"{requirement}, got {array.dtype}")
     return array
 
 
@@ -451,7 +444,7 @@ def _as_list(tokens: Any) -> list[Any]:
     try:
         given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     except Exception as error:
-        if is_unreadable(error):  # a tensor that is sparse, or without data
+        if is_unreadable(error):  # a sparse or meta tensor
             raise InvalidArgumentError(f"tokens must be ints, got {tokens!r}") from error
         raise
     return [*given] if isinstance(given, (list, tuple)) else [given]
@@ -465,23 +458,23 @@ def check_accepted(
     *,
     may_stay: bool,
 ) -> None:
-    """Check that each request's new tokens can follow from what it computed.
+    """Check that each request's new tokens are accepted drafts and one token after them.
 
-    ``may_stay`` says whether decoding requests may take none: with drafts they keep the state from
-    before the step.
+    ``may_stay`` is whether decoding requests may take no token: with drafts the state from before
+    the step is kept.
     """
     num_decodes, is_wider = len(work.group.ids), tokens.shape[1] > work.width
-    # If lengths are equal, one comparison does: no request takes more tokens than were computed.
+    # Not needed if each request may take any number of tokens up to the tokens' width.
     if not may_stay or work.lengths is not None or num_decodes < len(ids) or is_wider:
-        most = np.ones(len(ids), dtype=np.int64)
-        most[:num_decodes] = work.width if work.lengths is None else work.lengths
-        least = most.copy()
-        least[:num_decodes] = not may_stay
-        for index in ((counts > most) | (counts < least)).nonzero()[0][:1].tolist():
-            name, longest = f"the number of new tokens of {ids[index]!r}", most.item(index)
-            check_int(name, counts.item(index), minimum=least.item(index), maximum=longest)
+        maxima = np.ones(len(ids), dtype=np.int64)
+        maxima[:num_decodes] = work.width if work.lengths is None else work.lengths
+        minima = maxima.copy()
+        minima[:num_decodes] = not may_stay
+        for index in ((counts > maxima) | (counts < minima)).nonzero()[0][:1].tolist():
+            name, longest = f"the number of new tokens of {ids[index]!r}", maxima.item(index)
+            check_int(name, counts.item(index), minimum=minima.item(index), maximum=longest)
     width = tokens.shape[1] - 1
-    if work.drafts is None or not width:  # where there are some, the device alone knows them
+    if work.drafts is None or not width:  # drafts on the device cannot be compared here
         return
     is_wrong = tokens[:num_decodes, :-1] != work.drafts[:, :width]
     if not np.count_nonzero(is_wrong):
@@ -504,14 +497,14 @@ def check_on_device(
     device: torch.device,
 ) -> None:
     """Check a tensor that kernels read without waiting for the device."""
-    wanted = (
+    requirement = (
         f"{name} must be a contiguous tensor of {list(shape)} {' or '.join(map(str, dtypes))} on "
         f"{device}"
     )
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(f"{wanted}, got {type(tensor).__name__}")
+        raise InvalidArgumentError(f"{requirement}, got {type(tensor).__name__}")
     fits = tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.is_contiguous()
     if not fits or tensor.device.type != device.type:
         raise InvalidArgumentError(
-            f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            f"{requirement}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )

@@ -207,7 +207,7 @@ class StepBuffers:
             lengths = work.lengths
             arrays["query_start_loc"][1 : count + 1] = np.cumsum(lengths)
             host.width = -1
-        positions, shifts = work.most, table.place_shifts[rows]
+        positions, shifts = work.max_starts, table.place_shifts[rows]
         first = arrays["query_start_loc"][:count]
         if total > count:
             # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
@@ -236,7 +236,7 @@ class StepBuffers:
             token_ids[:] = table.last_tokens[rows]
         arrays["positions"][:total] = positions
         arrays["kv_slot_mapping"][:total] = places
-        arrays["num_computed_tokens"][:count] = work.most
+        arrays["num_computed_tokens"][:count] = work.max_starts
         arrays["seq_lens"][:count] = work.ends
 
     def _fill_prefills(
