@@ -37,11 +37,11 @@ def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
     policy = Listening()
     cache, prompt = nemotron.cache(slot_policy=policy), tokens(generator, 2 * BLOCK + 3)
     cache.prepare_batches()
-    policy.told.clear()  # of what was tried out
+    policy.requests.clear()  # of what was tried out
     cache.generate([prompt], will_continue=True, source="a", **SHORT)
     batch(cache, [[*prompt, 5]], will_continue=False, source="b")
     cache.check_invariants()
-    alone, batched = policy.told
+    alone, batched = policy.requests
     assert alone.block_size_tokens == batched.block_size_tokens == BLOCK
     assert batched.hash_ids == alone.hash_ids
     assert [facts.num_usable_blocks for facts in (alone, batched)] == [2, 2]

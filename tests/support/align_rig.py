@@ -190,13 +190,13 @@ class ResidentWorld:
         )
         self.preprocess(self.per_slot(step, lambda r: r.num_computed_tokens))
         if self.rows:
-            self.check_told(self.prepare("FULL"), num_padded)
+            self.check_counts(self.prepare("FULL"), num_padded)
 
-    def check_told(self, told, num_padded):
+    def check_counts(self, metadata, num_padded):
         known = self.accepted
         counts = [known[row.req_id] if row else 1 for row in self.rows]
         padding = [1] * (num_padded - len(counts))
-        assert told.num_accepted_tokens.tolist() == [*counts, *padding]
+        assert metadata.num_accepted_tokens.tolist() == [*counts, *padding]
 
     def preprocess(self, num_computed):
         self.state.preprocess_state(self.batch, self.tables, self.config, num_computed)

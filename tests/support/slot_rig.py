@@ -48,11 +48,11 @@ class Listening(AdaptiveSlotPolicy):
     """A policy that records the facts of requests and the proposals."""
 
     def __init__(self):
-        self.told, self.proposed = [], []
+        self.requests, self.proposed = [], []
         super().__init__()
 
     def on_request(self, facts):
-        self.told.append(facts)
+        self.requests.append(facts)
         return super().on_request(facts)
 
     def admit(self, proposals, num_free, slots):

@@ -182,7 +182,7 @@ def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
     policy = Listening()
     options = {"checkpoint_positions": [5 * BLOCK], "will_continue": True, "source": "a"}
     generate(make_context(slot_policy=policy), PROMPT, 3 * BLOCK, **options)
-    [facts] = policy.told
+    [facts] = policy.requests
     assert (facts.will_continue, facts.source) == (True, "a")
     told = {each.num_blocks: (each.kind, each.is_asked) for each in policy.proposed}
     assert told == {n: ("end", n == 5) for n in (3, 4, 5, 6)}

@@ -112,7 +112,7 @@ def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
     assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
     context.check_invariants()
-    [facts] = policy.told
+    [facts] = policy.requests
     count = len(PROMPT)
     assert (facts.block_size_tokens, facts.num_usable_blocks) == (BLOCK, (count - 1) // BLOCK)
     assert (len(facts.hash_ids), facts.num_matched_blocks) == (count // BLOCK, 0)
