@@ -26,28 +26,28 @@ RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 class StateCopier:
     """Copies rows between two sets of tensors, all layers of all tensors in one launch.
 
-    The addresses are read once, here: the tensors must keep their storage. Sources and destinations
-    may be the same tensors, as long as no row is both read and written in one call. Views of one
-    storage that share bytes in any other way are the caller's to avoid.
+    Addresses are read only when the copier is made: the tensors must keep their storage. Sources
+    and destinations may be the same tensors, if no row is both read and written in one call. Views
+    that share bytes in another way are not detected, and must not be used.
 
-    In place of a floating-point tensor the other side may hold two in a row, codes in int8 and
-    scales, as ``SlotQuantization.slot_spec`` orders them: a copy to them quantises, and one from
-    them dequantises. Where several tensors are quantised, each takes a launch of its own; the first
-    also moves all that is copied as it is.
+    For a floating-point tensor on one side the other side may have two tensors, int8 codes and then
+    scales, in the order of ``SlotQuantization.slot_spec``. Copying to them quantises, and copying
+    from them dequantises. Each quantised tensor takes one launch; the first launch also copies all
+    tensors that are not quantised.
 
     Args:
-        sources: At least one, each [num_layers, source rows, *inner], inner axes contiguous, layers
-            and rows at any distance. All have equally many rows and are on one device.
-        destinations: As many, each of its source's dtype, number of layers and inner shape, on the
-            same device; all have equally many rows. For states [num_layers, rows, heads, head_dim,
-            state_dim], floating-point, either side may have codes of that shape but for the rows,
-            int8, and scales [num_layers, rows, heads, state_dim], float32.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+        sources: At least one tensor [num_layers, source rows, *inner], inner axes contiguous, any
+            strides of layers and rows. All have the same number of rows and are on one device.
+        destinations: One tensor for each source, with the same dtype, number of layers and inner
+            shape, on the same device; all have the same number of rows. For floating-point states
+            [num_layers, rows, heads, head_dim, state_dim] either side may have int8 codes of that
+            shape, with its own rows, and float32 scales [num_layers, rows, heads, state_dim].
+        backend: "torch", "triton", or "auto": the kernel on CUDA, PyTorch elsewhere.
 
     Raises:
         InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
             for their device.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
+        MissingExtraError: The backend is "triton" and Triton is not installed.
     """
 
     @outside_inference_mode
@@ -65,8 +65,8 @@ class StateCopier:
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
         kernels = kernels_for(backend, self._device, kernels=_KERNELS, twins=twins)
-        self._takes_lists = kernels is twins  # of rows on the host
-        self._kept_alive = (*sources, *destinations)  # kernels know addresses alone
+        self._takes_lists = kernels is twins  # the PyTorch twins take rows as lists
+        self._kept_alive = (*sources, *destinations)  # kernels hold addresses only
         self._launches: list[RowCopy] = [
             kernels.copy_states([] if i else unchanged, each, self._device)
             for i, each in enumerate(quantized or [None])
@@ -76,17 +76,16 @@ class StateCopier:
         """Copy ``source_rows[i]`` to ``destination_rows[i]`` for every i.
 
         ``PAD_SLOT_ID`` in either skips the pair; the source ``ZERO_SOURCE`` clears the destination.
-        Rows on the host are checked, then sent without waiting for the device. Rows on a CUDA
-        device cannot be read without waiting for it, so there only their number and dtype are
-        checked: a row past the end is foreign memory, and of duplicate destinations any may win.
+        Rows on the host are checked, then sent without waiting for the device. Reading rows on a
+        CUDA device would wait for it, so only their number and dtype are checked: a row past the
+        end accesses other memory, and of duplicate destinations any write may be last.
 
-        While a CUDA graph is captured, rows must be on the device: the graph reads them there anew
-        at each replay.
+        While a CUDA graph is captured, rows must be on the device: each replay reads them there.
 
         Args:
-            source_rows: [n] ints: a sequence, numpy, a tensor on the CPU, or one on the copier's
-                device, int32 or int64.
-            destination_rows: The same, on the host or on the device as ``source_rows`` are.
+            source_rows: [n] ints: a sequence, a numpy array, a tensor on the CPU, or an int32 or
+                int64 tensor on the copier's device.
+            destination_rows: [n] ints likewise, on the host or device like ``source_rows``.
 
         Raises:
             InvalidArgumentError: The lengths, dtypes or devices do not fit, rows on the host are to
@@ -95,7 +94,7 @@ class StateCopier:
         """
         are_lists = _is_on_host(source_rows) and _is_on_host(destination_rows)
         if are_lists:
-            # Below 0 are ``PAD_SLOT_ID`` and, of sources, ``ZERO_SOURCE``.
+            # ``PAD_SLOT_ID`` and ``ZERO_SOURCE`` are negative.
             stops = self._num_source_rows, self._num_destination_rows
             sources = as_ids("source_rows", source_rows, stops[0], start=ZERO_SOURCE)
             destinations = as_ids("destination_rows", destination_rows, stops[1], start=PAD_SLOT_ID)
@@ -114,15 +113,15 @@ class StateCopier:
             launch(sources, destinations, num_pairs)
 
     def copy_own(self, source_rows: Any, destination_rows: Any) -> None:
-        """Do what ``copy`` does, without checks, for a context that has made the rows.
+        """Do what ``copy`` does, without checks, for rows that a context has made.
 
-        They are tensors on the device; on the CPU they are lists.
+        Rows are tensors on the device, or lists on the CPU.
         """
         for launch in self._launches:
             launch(source_rows, destination_rows, len(source_rows))
 
     def _real_rows(self, sources: list[int], destinations: list[int]) -> tuple[Any, Any, int]:
-        """Check rows on the host, and return those to copy, where the launches read them."""
+        """Check rows on the host; return the unpadded rows where launches read them, and count."""
         if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
             pairs = zip(sources, destinations, strict=True)
             real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
@@ -151,12 +150,12 @@ class StateCopier:
 
 
 def _is_on_host(rows: RowIndices) -> bool:
-    """Say whether the rows can be read without waiting for a device."""
+    """Return whether rows can be read without waiting for a device."""
     return not isinstance(rows, torch.Tensor) or rows.device.type == "cpu"
 
 
 def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> Any:
-    """Check what can be checked of rows on a device without waiting for it."""
+    """Check device, dtype and layout of rows on a device, without waiting for it."""
     if not isinstance(rows, torch.Tensor) or rows.device != device:
         given = rows.device if isinstance(rows, torch.Tensor) else "the host"
         raise InvalidArgumentError(
@@ -178,7 +177,7 @@ _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
 def _match(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
 ) -> tuple[_Pairs, list[Quantized]]:
-    """Check tensors, and pair those that are copied as they are and those that are quantised."""
+    """Check tensors; return the pairs that are copied unchanged and those that are quantised."""
     _check_side("sources", sources)
     _check_side("destinations", destinations)
     read, written = list(sources), list(destinations)
@@ -219,7 +218,7 @@ def _match(
 
 
 def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that tensors hold parts of the same states, laid out so that they can be copied."""
+    """Check that tensors have equally many rows and contiguous inner axes."""
     is_sequence = isinstance(tensors, (list, tuple))
     if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise InvalidArgumentError(f"{side} must be tensors in a list or tuple, got {tensors!r}")

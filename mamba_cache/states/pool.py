@@ -13,7 +13,7 @@ __all__ = ["StatePool", "as_device"]
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return the device of a name.
+    """Return the ``torch.device`` of a name, checked.
 
     Raises:
         InvalidArgumentError: PyTorch knows no such device, or cannot use it here.
@@ -30,22 +30,22 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 class StatePool:
-    """Tensors for ``num_rows`` states, cleared when made.
+    """Tensors for ``num_rows`` states, initially zero.
 
-    Live states and slots are both kept in such pools. Which row belongs to whom is for others to
-    know.
+    There is one pool for live states and one for slots. The pool does not track which rows are in
+    use.
 
     Attributes:
-        spec: What one state holds.
-        num_rows: How many states there is room for.
-        device: Where the tensors are.
-        tensors: By name, [num_layers, num_rows, *shape] of the tensor's dtype. They keep their
-            addresses for the pool's life.
+        spec: The tensors of one state.
+        num_rows: Number of states that the pool has room for.
+        device: Device of the tensors.
+        tensors: By name, [num_layers, num_rows, *shape] of the tensor's dtype. Their addresses
+            never change.
 
     Raises:
-        InvalidArgumentError: ``num_rows`` is not an int >= 0, ``spec`` is none, or PyTorch knows no
-            such device.
-        BudgetError: The device's memory does not hold so many.
+        InvalidArgumentError: ``num_rows`` is not an int >= 0, ``spec`` is no ``StateSpec``, or the
+            device is unknown or cannot be used.
+        BudgetError: The device has not enough memory.
     """
 
     @outside_inference_mode
@@ -74,6 +74,6 @@ class StatePool:
         return self.tensors[name]
 
     def zero_(self) -> None:
-        """Clear all states."""
+        """Set all states to zero."""
         for tensor in self.tensors.values():
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""What one state and one KV block are made of, and how many of them a memory budget holds."""
+"""Specs: the tensors of a state and of a KV block, and the number of slots in a budget."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StateTensorSpec:
     """One tensor of a state, the same in each of its layers.
 
     Attributes:
-        name: What the tensor is called in a ``StatePool``: "kind.tensor" where its layers are of a
-            kind that has a name, as in ``LayerKind``.
-        num_layers: Layers that have it; 0 where a pipeline stage has none.
+        name: Name of the tensor in a ``StatePool``: "kind.tensor" if the ``LayerKind`` of its
+            layers has a name, else "tensor".
+        num_layers: Number of layers with this tensor; 0 if a pipeline stage has none.
         shape: Shape of one layer's part of one state.
-        dtype: A floating-point or integer dtype. It must be the one that the model's kernel keeps
-            the state in: a state rounded on the way into the cache is not the same state.
+        dtype: A floating-point or integer dtype: that of the state in the model's kernel. Another
+            dtype would round the state.
 
     Raises:
         InvalidArgumentError: The name is empty, a size is out of range or the dtype is neither.
@@ -59,24 +59,24 @@ class StateTensorSpec:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's part of one state."""
+        """Size in bytes of one layer's part of one state."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of a model that keep the same tensors, such as all its Gated DeltaNet layers.
+    """Layers of a model with equal state tensors, such as all its Gated DeltaNet layers.
 
     Attributes:
-        name: What the layers are called. "" where a model has one kind alone and its tensors need
-            no prefix. It holds no dot.
-        num_layers: How many there are; 0 where a pipeline stage has none.
-        tensors: Name, shape and dtype of each tensor that one layer keeps, as ``StateTensorSpec``
-            takes them. The names hold no dot.
+        name: Name of the kind, without a dot. "" if the model has one kind of layers: then the
+            names of tensors have no prefix.
+        num_layers: Number of layers; 0 if a pipeline stage has none.
+        tensors: Name, shape and dtype of each state tensor of one layer, as for
+            ``StateTensorSpec``. The names have no dot.
 
     Raises:
-        InvalidArgumentError: A name is no string, is empty or has a dot, two tensors share one,
-            there is no tensor, or a shape or dtype is none.
+        InvalidArgumentError: A name is no string, is empty or has a dot, two tensors have one name,
+            there is no tensor, or a shape or dtype is invalid.
     """
 
     name: str
@@ -109,7 +109,7 @@ class LayerKind:
         return tuple(name for name, _, _ in self.tensors)
 
     def name_in_pool(self, tensor: str) -> str:
-        """Return what a tensor of these layers is called in a ``StatePool``."""
+        """Return the name in a ``StatePool`` of a tensor of these layers."""
         return f"{self.name}.{tensor}" if self.name else tensor
 
 
@@ -117,14 +117,14 @@ class LayerKind:
 class StateSpec:
     """The tensors that make up a state.
 
-    ``StateSpec.mamba`` describes models whose only state is that of Mamba layers, and
-    ``StateSpec.of`` any others.
+    ``StateSpec.mamba`` is for models whose only layers with a state are Mamba layers.
+    ``StateSpec.of`` is for all other models.
 
     Attributes:
-        tensors: At least one, each of a different name.
+        tensors: At least one tensor; names are different.
 
     Raises:
-        InvalidArgumentError: There is none, or two share a name.
+        InvalidArgumentError: There is no tensor, or two tensors have one name.
     """
 
     tensors: tuple[StateTensorSpec, ...]
@@ -147,11 +147,11 @@ class StateSpec:
         """Describe Mamba layers: a convolution window "conv" and an SSM state "ssm" in each.
 
         Args:
-            num_layers: Mamba layers of the model, or of this pipeline stage.
-            conv_shape: Usually [conv_dim, window].
-            ssm_shape: Usually [heads, head_dim, state_dim].
+            num_layers: Number of Mamba layers of the model, or of this pipeline stage.
+            conv_shape: Shape of "conv" in one layer, usually [conv_dim, window].
+            ssm_shape: Shape of "ssm" in one layer, usually [heads, head_dim, state_dim].
             conv_dtype: Dtype of the convolution window.
-            ssm_dtype: Dtype that the SSM kernel keeps its state in.
+            ssm_dtype: Dtype of the state in the SSM kernel.
 
         Raises:
             InvalidArgumentError: As in ``StateTensorSpec``.
@@ -162,13 +162,13 @@ class StateSpec:
 
     @classmethod
     def of(cls, *kinds: LayerKind) -> StateSpec:
-        """Describe a model by the kinds of its layers that keep a state.
+        """Describe a model by the kinds of its layers that have a state.
 
         Args:
-            *kinds: At least one, each of a different name.
+            *kinds: At least one kind; names are different.
 
         Raises:
-            InvalidArgumentError: There is none, two share a name, or one is no ``LayerKind``.
+            InvalidArgumentError: There is no kind, two have one name, or one is no ``LayerKind``.
         """
         for kind in kinds:
             if not isinstance(kind, LayerKind):
@@ -186,7 +186,7 @@ class StateSpec:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers, in the order of their first tensors, told by the tensors' names.
+        """The kinds of layers, taken from the tensors' names, in the order of first tensors.
 
         Raises:
             InvalidArgumentError: Tensors of one kind differ in the number of layers.
@@ -210,14 +210,14 @@ class StateSpec:
 
     @property
     def is_mamba(self) -> bool:
-        """Whether ``StateSpec.mamba`` could have made it."""
+        """Whether the spec is equal to one that ``StateSpec.mamba`` makes."""
         conv, ssm = self.tensors[0], self.tensors[-1]
         names = [tensor.name for tensor in self.tensors]
         return names == ["conv", "ssm"] and conv.num_layers == ssm.num_layers
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one whole state: all tensors, all layers."""
+        """Size in bytes of one state: all tensors, all layers."""
         return sum(tensor.num_layers * tensor.layer_bytes for tensor in self.tensors)
 
 
@@ -225,14 +225,13 @@ class StateSpec:
 class SlotQuantization:
     """Recurrent states in int8, with one float32 scale for each head and state column.
 
-    In a column [head_dim] of a head's state, ``a`` is the largest magnitude, or 2**-100 if that is
-    more. Its scale is ``a * (1 / 127)``, and the code of ``x`` is ``x * (127 / a)``, rounded to
-    nearest, halves to even, all in float32. A column that holds an infinity or a NaN in float32
-    comes back as NaN throughout: no code stands for either.
+    For a column [head_dim] of a head's state, let ``a`` be the maximum of all magnitudes and
+    2**-100. The scale is ``a * (1 / 127)``. The code of ``x`` is ``x * (127 / a)``, rounded to
+    nearest, halves to even. All is computed in float32. A column with an infinity or a NaN in
+    float32 is restored as NaN throughout, because no code represents them.
 
     Attributes:
-        tensors: Which tensors of a state, by the names in a ``StateSpec``. All others are kept as
-            they are.
+        tensors: Names in the ``StateSpec`` of the tensors to quantise. Others are stored unchanged.
 
     Raises:
         InvalidArgumentError: ``tensors`` are no different names.
@@ -244,17 +243,18 @@ class SlotQuantization:
         object.__setattr__(self, "tensors", check_names("tensors", self.tensors))
 
     def scales_of(self, name: str) -> str | None:
-        """Return what the scales of a tensor are called in a slot; None if it is kept as it is."""
+        """Return the name of a tensor's scales in a slot; None if the tensor is not quantised."""
         return f"{name}_scales" if name in self.tensors else None
 
     def slot_spec(self, spec: StateSpec) -> StateSpec:
-        """Describe the slots of such states: codes in int8, and "..._scales" after them.
+        """Return the spec of quantised slots: codes in int8, each followed by "<name>_scales".
 
         Args:
-            spec: Live states, those of ``tensors`` floating-point and [heads, head_dim, state_dim].
+            spec: Spec of live states. Each of ``tensors`` is floating-point and
+                [heads, head_dim, state_dim].
 
         Raises:
-            InvalidArgumentError: The spec has no tensor of such a name, or one of another kind.
+            InvalidArgumentError: A tensor is not in the spec, or has another dtype or shape.
         """
         missing = set(self.tensors) - {tensor.name for tensor in spec.tensors}
         chosen = [tensor for tensor in spec.tensors if tensor.name in self.tensors]
@@ -279,11 +279,11 @@ class SlotQuantization:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What the attention layers keep of each token.
+    """Keys and values of one token in all attention layers.
 
     Attributes:
-        num_layers: Attention layers of the model; 0 if it has none.
-        num_kv_heads: Heads of keys and of values.
+        num_layers: Number of attention layers of the model; may be 0.
+        num_kv_heads: Number of heads of keys, and of values.
         head_dim: Size of one head.
         dtype: Floating-point or integer dtype of keys and values.
 
@@ -302,7 +302,7 @@ class KVCacheSpec:
         _check_dtype(self.dtype)
 
     def bytes_per_block(self, block_size_tokens: int) -> int:
-        """Bytes of the keys and values of ``block_size_tokens`` tokens, over all layers.
+        """Return the size in bytes of ``block_size_tokens`` tokens' keys and values, all layers.
 
         Raises:
             InvalidArgumentError: ``block_size_tokens`` is not a positive int.
@@ -315,7 +315,7 @@ class KVCacheSpec:
     def allocate(
         self, num_blocks: int, block_size_tokens: int, device: torch.device | str
     ) -> torch.Tensor:
-        """Make a KV cache, cleared.
+        """Allocate a KV cache filled with zeros.
 
         Returns:
             [num_layers, 2, num_blocks, block_size_tokens, num_kv_heads, head_dim] of the spec's
@@ -323,7 +323,7 @@ class KVCacheSpec:
 
         Raises:
             InvalidArgumentError: A count is not a positive int.
-            BudgetError: The device's memory does not hold so many.
+            BudgetError: The device has not enough memory.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=1)
         block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
@@ -335,13 +335,13 @@ class KVCacheSpec:
 
 
 def slots_in_budget(budget_gb: float, spec: StateSpec) -> int:
-    """Count the slots that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
+    """Return the number of slots that fit into ``budget_gb`` GiB (2**30 bytes).
 
     Returns:
-        At least 1, or 0 if the spec has no layers, because then there is nothing to save.
+        At least 1; or 0 if the spec has no layers, so that there is nothing to save.
 
     Raises:
-        BudgetError: The budget holds no slot.
+        BudgetError: No slot fits into the budget.
         InvalidArgumentError: The budget is no finite number >= 0.
     """
     if not 0 <= budget_gb < math.inf:
