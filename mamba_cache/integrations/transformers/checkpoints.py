@@ -1,4 +1,4 @@
-"""Beginnings of prompts that other prompts will share, as callers and chat templates name them."""
+"""Checkpoints by callers and chat templates: ends of prefixes that other prompts will share."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mamba_cache.errors import InvalidArgumentError
 __all__ = ["chat_checkpoints", "message_ends", "read_checkpoints"]
 
 _OURS = ("tokenize", "return_tensors", "return_dict")
-"""Options of ``apply_chat_template`` that say what it returns."""
+"""Options of ``apply_chat_template`` that choose the kind of its result."""
 
 _NEARBY = 64
-"""Characters, more than a token has but for runs of spaces and the like."""
+"""Number of characters: more than in any token, except for runs of spaces and the like."""
 
 
 def message_ends(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any
 ) -> list[int]:
-    """Find where each message of a chat ends in its prompt.
+    """Return the position in a chat's prompt at which each message ends.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         messages: The chat, as for ``tokenizer.apply_chat_template``.
-        template_options: What that is given for the prompt besides, such as
+        template_options: Further arguments of ``tokenizer.apply_chat_template``, such as
             ``add_generation_prompt`` and ``tools``.
 
     Returns:
         Positions in tokens of the prompt, ascending, to be given as ``checkpoints``: prompts that
         begin with the same messages have the tokens before them in common. A message is left out
-        if the template refuses the chat that ends with it, or shows it otherwise there.
+        if the template refuses a chat that ends with it, or renders it differently there.
 
     Raises:
         InvalidArgumentError: The tokenizer has no chat templates.
@@ -48,10 +48,10 @@ def message_ends(
     for number, message in enumerate(messages, 1):
         try:
             text = tokenizer.apply_chat_template(messages[:number], tokenize=False, **options)
-        except Exception:  # templates raise what they like
+        except Exception:  # a template may raise any exception
             continue
         shared = _common(text, whole)
-        # A template may close the chat after its last message, which must be there all the same.
+        # Texts may differ after the last message, where a template may close the chat.
         content = message.get("content")
         said = content.strip() if isinstance(content, str) else ""
         if shared < len(text) and (not said or said not in text[text_before:shared]):
@@ -70,24 +70,24 @@ def chat_checkpoints(
     /,
     **template_options: Any,
 ) -> list[int]:
-    """Find where other prompts will part from a chat's, so that states are worth keeping there.
+    """Return the positions at which other prompts will diverge from a chat's prompt.
 
-    One place is where the user's first words begin: what comes before them, a system prompt and
-    tools, other chats have in common. The other is where the chat's own next turn will part from
-    this prompt, if the template shows the end of it otherwise by then; where it does not, the
-    prompt's end will do. The template is rendered four times, and only what is short is tokenized:
-    what precedes the first words, and the prompt's end.
+    The first is the start of the first user message: other chats share the system prompt and tools
+    before it. The second is where the prompt of this chat's next turn will diverge, because the
+    template renders the end of this prompt differently by then; if it does not, there is no second
+    position. The template is rendered four times. Only the text before the first user message and
+    the end of the prompt are tokenized, both short.
 
-    Return positions in tokens of the prompt, ascending, at most two: each is left out where the
-    template does not tell it. ``token_ids`` are what ``tokenizer.apply_chat_template`` made of the
-    chat, with the ``template_options``.
+    Return positions in tokens of the prompt, ascending, at most two: a position that the template
+    does not show is left out. ``token_ids`` is the prompt, as ``tokenizer.apply_chat_template``
+    returned it with the ``template_options``.
     """
     options = {name: x for name, x in template_options.items() if name not in _OURS}
     found = set()
     for find in (_first_words, _next_parting):
         try:
             found.add(find(tokenizer, messages, token_ids, options))
-        except Exception:  # noqa: PERF203 - templates raise what they like
+        except Exception:  # noqa: PERF203 - a template may raise any exception
             continue
     return sorted(position for position in found if 0 < position < len(token_ids))
 
@@ -98,7 +98,7 @@ def _first_words(
     token_ids: Sequence[int],
     options: Mapping[str, Any],
 ) -> int:
-    """Return how many tokens precede the first user's words, 0 if they are not found."""
+    """Return the number of tokens before the first user message, 0 if it is not found."""
     roles = [message["role"] for message in messages]
     before = list(messages[: roles.index("user")])
     options = {**options, "add_generation_prompt": False}
@@ -118,7 +118,7 @@ def _next_parting(
     token_ids: Sequence[int],
     options: Mapping[str, Any],
 ) -> int:
-    """Return how many tokens the next turn will have in common, 0 if it is all of them."""
+    """Return how many tokens the next turn's prompt will share, 0 if it shares all of them."""
     now = tokenizer.apply_chat_template(
         messages, tokenize=False, **{**options, "add_generation_prompt": True}
     )
@@ -129,17 +129,17 @@ def _next_parting(
     shared = _common(now, then)
     if shared == len(now):
         return 0
-    # Tokens may part before the text does, so both are tokenized around that place.
+    # Tokens may diverge before the text does, so both texts are tokenized around that place.
     start = max(shared - _NEARBY, 0)
     rest = list(_tokens(tokenizer, now[start:]))
     rest = rest[_common(rest, list(_tokens(tokenizer, then[start : shared + _NEARBY]))) :]
     position = len(token_ids) - len(rest)
-    # If they are not what the prompt has there, one of its tokens reaches across the place.
+    # If the prompt ends with other tokens, one of its tokens spans that place.
     return position if rest == list(token_ids[position:]) else position - 1
 
 
 def read_checkpoints(checkpoints: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Return what a caller names as checkpoints, a list for each of the rows of these lengths."""
+    """Return a caller's checkpoints, one list for each row; ``lengths`` are those of the rows."""
     named = as_items("checkpoints", checkpoints, "ints, or a list of ints for each row")
     if any(_is_collection(item) for item in named):
         if len(named) != len(lengths):
@@ -161,7 +161,7 @@ def read_checkpoints(checkpoints: Any, lengths: Sequence[int]) -> list[list[int]
 
 
 def _is_collection(item: Any) -> bool:
-    return isinstance(item, Collection) and getattr(item, "ndim", 1) > 0  # no tensor of one number
+    return isinstance(item, Collection) and getattr(item, "ndim", 1) > 0  # not a 0-d tensor
 
 
 def _tokens(tokenizer: Any, text: str) -> Sequence[int]:
@@ -170,7 +170,7 @@ def _tokens(tokenizer: Any, text: str) -> Sequence[int]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two sequences have in common from the first on."""
+    """Return the length of the common prefix of two sequences."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
