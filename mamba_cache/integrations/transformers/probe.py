@@ -1,4 +1,4 @@
-"""The probe of a model: does it go on correctly from the middle of a sequence?"""
+"""The probe of a model: whether it resumes correctly from a saved state."""
 
 from __future__ import annotations
 
@@ -26,56 +26,55 @@ from mamba_cache.states import StatePool
 __all__ = ["distance", "probe", "random_tokens"]
 
 _SUFFIX_TOKENS = 8
-"""More than a short convolution sees, and so few that no state has forgotten the prefix."""
+"""More than the window of a short convolution, and too few for a state to forget the prefix."""
 
 _NOISY_RUNS = 3
 _MARGIN = 4
-"""Over the noise. 84 good models, in float32 and bfloat16, stayed below 0.8 times the noise; those
-that forget lie above 5,000 times in float32."""
+"""Tolerated multiple of the noise. 84 good models, in float32 and bfloat16, differed by less than
+0.8 times the noise; models that forget differ by more than 5,000 times in float32."""
 
 _KERNEL_ROUNDINGS = 8
-"""Roundings of float32 that a kernel's sums differ by when it computes a sequence in two parts,
-beside the noise: fla's gated delta rule differs by 7 (H200)."""
+"""Rounding errors of float32 by which a kernel's sums may differ if it computes a sequence in two
+parts, in addition to the noise: fla's gated delta rule differs by 7 (H200)."""
 
 _TF32 = 2.0**-11
-"""On a GPU kernels of scans multiply float32 with ten bits, whatever PyTorch's switches say. States
-of mamba_ssm whose tokens were divided within a chunk differ by 0.4 of this (H200)."""
+"""Rounding error of scan kernels on a GPU: they multiply float32 with ten bits, whatever PyTorch's
+switches are. States of mamba_ssm that were cut within a chunk differ by 0.4 of this (H200)."""
 
 _ROUNDED_SHARE = 1 / 64
-"""Of the embeddings' values in half precision. There a sum in another order mostly rounds to the
-same value, so that few of them differ, and by a whole unit in the last place."""
+"""Share of embedding values that are changed for noise in half precision. A sum in another order
+mostly rounds to the same value there, so few values differ, by one unit in the last place."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """One tensor that a run leaves behind."""
+    """One tensor of the model's cache, or the logits, after a run."""
 
-    layer: int  # the layers before this one have shaped it
+    layer: int  # only layers before this one have changed the tensor
     name: str
     tensor: torch.Tensor
-    token_axis: int | None = None  # of tokens each of which must be right
+    token_axis: int | None = None  # if given, the tensor is compared for each token
 
 
 def probe(
     runner: ModelRunner, block_size_tokens: int
 ) -> tuple[PrefixLayout, bool, StateCapture | None]:
-    """Run random tokens whole, in two parts, the first a block, and token by token, and compare.
+    """Compare runs over random tokens that resume after one block with a run over all tokens.
 
-    The runs in parts begin with a cache that went through a slot and a KV block; one of them with
-    the state that a whole run had at the block's end. All that the layers keep is compared, and the
-    logits. What rounding does to this model is measured: whole runs over embeddings that are
-    rounded otherwise differ from each other by no more. Products are of all digits meanwhile: with
-    few of them one kernel's sums are far from another's.
+    The resumed runs restore the block's end from a slot and a KV block. One computes the other
+    tokens at once, one token by token, and one at once from a state captured inside a whole run.
+    All tensors of the layers and the logits are compared. The tolerance is measured as noise: the
+    differences between whole runs over embeddings with other rounding. Autocast and TF32
+    are off meanwhile, because with few digits the sums of two kernels differ too much.
 
-    Return what a slot and a KV block are made of; whether single tokens leave behind what a prefill
-    of them does, but for rounding (some models clamp their time steps in the prefill and not in
-    decoding); and what captures states of a forward, None if the model's scans give none, or wrong
-    ones.
+    Return the layout of slots and KV blocks; whether single tokens compute the same as a prefill,
+    except for rounding (some models clamp their time steps in the prefill only); and the capture of
+    states inside a forward, None if it does not work for the model's scans.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
     prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
-    layout, _ = _save_prefix(runner, prefix)  # of the dtypes that autocast makes, where it is on
+    layout, _ = _save_prefix(runner, prefix)  # with the dtypes under autocast, if it is on
     with all_digits(runner.model.device):
         is_step_exact, capture = _judge(runner, tokens, prefix, suffix)
     return layout, is_step_exact, capture
@@ -84,7 +83,7 @@ def probe(
 def _judge(
     runner: ModelRunner, tokens: list[int], prefix: list[int], suffix: list[int]
 ) -> tuple[bool, StateCapture | None]:
-    """Return whether single tokens go on from a prefix, and what captures states, if several do."""
+    """Return whether single tokens resume correctly, and the capture; raise if several do not."""
     layout, saved = _save_prefix(runner, prefix)
     whole = _run(runner, layout, None, [tokens])
     with _refused_if_it_fails(runner):
@@ -97,7 +96,7 @@ def _judge(
     try:
         split = _differences(whole, _run(runner, layout, saved, [suffix]))
         fault = _first_fault(runner, layout, whole, split, bounds)
-    except Exception as error:  # whatever a model raises that was not made for it
+    except Exception as error:  # a model that cannot resume may raise any exception
         fault = f"its forward raises {error!r}"
     if fault is not None:
         raise UnresumableModelError(
@@ -115,7 +114,7 @@ def _judge(
 def _noise(
     runner: ModelRunner, layout: PrefixLayout, tokens: list[int], whole: list[_Trace]
 ) -> list[float]:
-    """Return by how much each trace of a whole run differs when the embeddings are rounded."""
+    """Return the maximum difference of each trace of whole runs with rounded embeddings."""
     embedding = runner.model.get_input_embeddings()
     most = [0.0] * len(whole)
     for seed in range(_NOISY_RUNS):
@@ -128,14 +127,14 @@ def _noise(
 
 def _rounding_of(dtype: torch.dtype) -> float:
     """Return the relative rounding error of a model of a dtype."""
-    # A float64 model computes some scans, norms and softmaxes in float32. Their rounding grows on
-    # its way through the layers as that of a float32 model does: with large weights it ends at many
-    # times float32's epsilon. So it is put in where it grows most, at the embeddings.
+    # A float64 model computes some scans, norms and softmaxes in float32. The layers amplify their
+    # rounding errors as in a float32 model: with large weights to many times float32's epsilon. So
+    # noise is added where it is amplified most, at the embeddings.
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _rounding_of_sums(runner: ModelRunner, capture: StateCapture) -> float:
-    """Return the relative rounding error of a model whose scans are computed in two parts."""
+    """Return the relative rounding error of scans that are computed in two parts."""
     device, dtype = runner.placement()
     if dtype.itemsize < torch.float32.itemsize:
         return _rounding_of(dtype)
@@ -147,7 +146,7 @@ def _rounding_of_sums(runner: ModelRunner, capture: StateCapture) -> float:
 def _round(
     generator: torch.Generator, module: torch.nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    """Move a module's outputs up or down by one rounding error, as a hook of its forward."""
+    """Change a module's outputs by one rounding error up or down; a forward hook."""
     share = 1.0 if output.dtype.itemsize >= torch.float32.itemsize else _ROUNDED_SHARE
     draws = torch.rand(output.shape, generator=generator, device="cpu")
     signs = (draws < share / 2).float() - (draws >= 1 - share / 2).float()
@@ -156,7 +155,7 @@ def _round(
 
 
 def distance(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | None = None) -> float:
-    """Return how far a tensor is off, relative to its size; of tokens that which is off most."""
+    """Return the relative error of a tensor; with ``token_axis`` that of the worst token."""
     a, b = expected.double(), actual.double()
     axes = tuple(axis for axis in range(a.dim()) if axis != token_axis)
     size = torch.linalg.vector_norm(a, dim=axes)
@@ -165,7 +164,7 @@ def distance(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | Non
 
 
 def random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:
-    """Draw tokens of the model's vocabulary."""
+    """Return random tokens of the model's vocabulary."""
     tokens: list[int] = torch.randint(
         runner.config.vocab_size, (count,), generator=generator, device="cpu"
     ).tolist()
@@ -174,7 +173,7 @@ def random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -
 
 @contextmanager
 def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
-    """Turn whatever a model raises over a cache of transformers' own layers into one error."""
+    """Turn any exception of a model's forward over a fresh cache into an error of the package."""
     try:
         yield
     except Exception as error:
@@ -185,7 +184,7 @@ def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
 
 
 def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayout, PrefixTensors]:
-    """Compute one block, and return where it was saved."""
+    """Compute one block; return the layout and the tensors in which the block is saved."""
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
         runner.forward(prefix, cache, 0)
@@ -201,11 +200,11 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
 def _save_captured(
     runner: ModelRunner, layout: PrefixLayout, capture: StateCapture, tokens: Sequence[int]
 ) -> PrefixTensors | None:
-    """Compute all tokens, and save the first block; None if its state was not captured whole."""
+    """Compute all tokens and save the first block; return None if its state was not captured."""
     block, cache = layout.block_size_tokens, runner.new_cache()
     tensors = PrefixTensors(layout, StatePool(layout.state_spec, 1, device=layout.device), 1)
     for tensor in tensors.states.tensors.values():
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN, so that unwritten values make a difference
     with capture.during(cache, 0, len(tokens), {block: tensors.room(0, block)}) as captured:
         runner.forward(tokens, cache, 0)
     tensors.save_tokens([0], read_layers(cache, layout.layers, len(tokens)), 0, block)
@@ -215,7 +214,7 @@ def _save_captured(
 def _run(
     runner: ModelRunner, layout: PrefixLayout, saved: PrefixTensors | None, parts: list[list[int]]
 ) -> list[_Trace]:
-    """Go on from a saved block, if any; return what is left behind in the order of the layers."""
+    """Compute ``parts`` after a saved block, if any; return the traces in the order of layers."""
     cache, position, logits = runner.new_cache(), 0, []
     if saved is not None:
         position = layout.block_size_tokens
@@ -233,7 +232,7 @@ def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
     states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
     traces = []
     for index, parts in enumerate(layout.layers):
-        # Keys, values and what enters a convolution show what the layers before did.
+        # Keys, values and inputs of a convolution depend on the layers before this one only.
         if parts.window or parts.has_tokens:
             for name in ("keys", "values"):
                 kept = next(windows if parts.window else tokens)
@@ -244,7 +243,7 @@ def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
 
 
 def _differences(expected: list[_Trace], actual: list[_Trace]) -> list[float]:
-    """Return for each trace how far it is off."""
+    """Return the relative error of each trace."""
     return [
         distance(one.tensor, other.tensor, one.token_axis)
         for one, other in zip(expected, actual, strict=True)
@@ -258,7 +257,7 @@ def _first_fault(
     differences: list[float],
     bounds: list[float],
 ) -> str | None:
-    """Describe the first trace that is out of bounds, None if there is none."""
+    """Return a description of the first trace out of bounds; None if there is none."""
     pairs = zip(differences, bounds, strict=True)
     wrong = next((i for i, (difference, bound) in enumerate(pairs) if not difference <= bound), -1)
     if wrong < 0:
