@@ -37,42 +37,42 @@ _WARPERS = {
     "TopPLogitsWarper": "top_p",
     "MinPLogitsWarper": "min_p",
 }
-"""Processors of the library that are computed for all requests at once, in this order."""
+"""Transformers' processors that are computed for all requests at once, in this order."""
 
 
 @dataclass(slots=True)
 class AnswerSettings:
-    """How the answers to one prompt are made."""
+    """Settings of the answers to one prompt."""
 
-    max_new_tokens: int  # tokens of each at most
-    num_answers: int  # how many there are
-    eos_token_ids: frozenset[int]  # tokens that end one; the token is its last
-    is_greedy: bool  # the likeliest token is taken; otherwise one is drawn
-    temperature: float = 1.0  # what logits are divided by
-    top_k: int = 0  # of how many of the likeliest tokens one is drawn; 0: of all
-    top_p: float = 1.0  # what the tokens of which one is drawn make up together
-    min_p: float = 0.0  # what a token must have of the likeliest one's probability
-    # Makes, for the tokens of a prompt, the library's processors, which are called for each token
-    # of one answer by itself: those that are not among the four above, and these with them, in the
-    # library's order. None: there are no others.
+    max_new_tokens: int  # maximum tokens of each answer
+    num_answers: int  # number of answers
+    eos_token_ids: frozenset[int]  # tokens that end an answer as its last token
+    is_greedy: bool  # choose the most likely token; otherwise sample
+    temperature: float = 1.0  # logits are divided by it
+    top_k: int = 0  # sample among so many most likely tokens; 0: among all
+    top_p: float = 1.0  # sample among the most likely tokens with this total probability
+    min_p: float = 0.0  # minimum probability of a token relative to the most likely one
+    # Makes transformers' processors for a prompt, if there are others than the four above. Then all
+    # processors, these four included, are called for each token of each answer by itself, in
+    # transformers' order. None: there are no others.
     make_processors: Callable[[Sequence[int]], Any] | None = None
-    stops: Any = None  # the library's criterion that looks for stop strings; None: there are none
+    stops: Any = None  # transformers' criterion of stop strings; None: there are none
 
     @property
     def is_simple(self) -> bool:
-        """Whether the next token is that of the largest logit."""
+        """Whether the next token is always the one with the largest logit."""
         return self.is_greedy and self.make_processors is None
 
     @property
     def is_limited(self) -> bool:
-        """Whether ``top_k``, ``top_p`` or ``min_p`` leaves tokens out."""
+        """Whether ``top_k``, ``top_p`` or ``min_p`` excludes tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Say whether an answer ends with a stop string."""
+        """Return whether an answer ends with a stop string."""
         if self.stops is None:
             return False
-        # A stop string may begin in the prompt, as for generate. So long is none in tokens.
+        # As for generate, a stop string may begin in the prompt.
         longest = int(self.stops.maximum_token_len)
         last = [*prompt[-longest:], *answer][-longest:]
         return bool(self.stops(torch.tensor([last], device="cpu"), None)[0])
@@ -80,17 +80,17 @@ class AnswerSettings:
 
 @dataclass(slots=True, eq=False)
 class AnswerSettingsReader:
-    """Reads the settings of one call's requests, whose configurations ``options`` changes.
+    """Reads the settings of one call's requests; ``options`` override each configuration.
 
-    With ``tries_processors`` those of the library's processors that cannot be computed for all
-    requests at once are called once: some check their settings only then.
+    With ``tries_processors``, processors that cannot be computed for all requests at once are
+    called once, because some check their settings only when they are called.
     """
 
     model: Any
     tokenizer: Any
     options: Mapping[str, Any]
     tries_processors: bool = field(default=False, kw_only=True)
-    # Configurations as they were given and joined, and the settings for prompts of a length.
+    # Each configuration, given and joined; the prompt length, None: any; and the settings.
     _known: list[tuple[Any, Any, int | None, AnswerSettings]] = field(default_factory=list)
 
     def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
@@ -109,7 +109,7 @@ class AnswerSettingsReader:
         return settings
 
     def check(self, config: Any, prompt_tokens: int) -> None:
-        """Check that ``generate`` can make an answer as ``config`` says; compute no forward."""
+        """Check that ``generate`` accepts ``config`` for such a prompt; no forward is computed."""
         with _refused_by_library(config):
             self._read(join_config(self.model, config), prompt_tokens)
 
@@ -126,7 +126,7 @@ class AnswerSettingsReader:
         config.max_length = prompt_tokens + most
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
-        # On the CPU: this thread must not wait for the device, which other requests use.
+        # On the CPU, so that this thread does not wait for the device, which other requests use.
         ids = torch.zeros(1, prompt_tokens, dtype=torch.int64, device="cpu")
         processors = _processors(self.model, config, ids)
         eos = config._eos_token_tensor
@@ -144,7 +144,7 @@ class AnswerSettingsReader:
         else:
             if self.tries_processors:
                 self._try_out(processors, config)
-            # Some keep what they have seen of an answer, and some read the prompt.
+            # Made for each answer, because some keep its tokens, and some read the prompt.
             settings.make_processors = partial(_processors_for, self.model, config)
         if config.stop_strings:
             if self.tokenizer is None:
@@ -162,7 +162,7 @@ class AnswerSettingsReader:
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             ids = getattr(config, name)
             for one in ids if isinstance(ids, list) else [ids]:
-                # Out of range, it is an error of the device in the step that applies it.
+                # Out of range, the step that applies it would fail on the device.
                 if one is not None and not 0 <= one < size:
                     raise InvalidArgumentError(f"{name} must be below {size}, got {one}")
         if config.guidance_scale in (None, 1):  # its processor runs the model
@@ -171,14 +171,14 @@ class AnswerSettingsReader:
 
 @contextmanager
 def _refused_by_library(config: Any) -> Iterator[None]:
-    """Turn whatever the library raises of a configuration into this package's error."""
+    """Turn any exception of transformers about a configuration into an error of the package."""
     try:
         yield
     except MambaCacheError:
         raise
     except Exception as error:
         reason = str(error)
-        if not isinstance(error, ValueError):  # of Python, so it does not name the field
+        if not isinstance(error, ValueError):  # an error of Python that names no field
             values = getattr(config, "__dict__", {}).items()
             given = [name for name, value in values if value is not None and name[0] != "_"]
             reason = f"{error!r}, with {', '.join(sorted(given))} set"
@@ -186,7 +186,7 @@ def _refused_by_library(config: Any) -> Iterator[None]:
 
 
 def _processors_for(model: Any, config: Any, prompt: Sequence[int]) -> Any:
-    """Make the library's processors for one answer to a prompt."""
+    """Return transformers' processors for one answer to a prompt."""
     return _processors(model, config, torch.tensor([prompt], device=model.device))
 
 
@@ -205,76 +205,76 @@ def _processors(model: Any, config: Any, prompt: torch.Tensor) -> Any:
 class BatchRequest(QueuedRequest):
     """One answer to one prompt."""
 
-    request_id: str  # its name; ``key`` is the context's
-    settings: AnswerSettings  # how the answer is made
-    seed: int  # of its draws
-    first_token: int | None = None  # of its answer, if that is known beforehand
-    tell: Callable[[int], None] | None = None  # called with each token
-    answer: list[int] = field(default_factory=list)  # its tokens so far
-    num_late: int = 0  # further ones that the device alone knows
-    # Their log-probabilities, if they are asked for.
+    request_id: str  # the caller's name for it; ``key`` is its id in the context
+    settings: AnswerSettings  # settings of the answer
+    seed: int  # random seed of the answer
+    first_token: int | None = None  # first token of the answer, if the caller gives it
+    tell: Callable[[int], None] | None = None  # called with each token of the answer
+    answer: list[int] = field(default_factory=list)  # tokens so far
+    num_late: int = 0  # number of newer tokens that are on the device only
+    # Log-probability of each token, if requested.
     logprobs: list[float] = field(default_factory=list)
-    timestamps: list[float] = field(default_factory=list)  # when each was there, likewise
-    max_tokens: int = 0  # of its answer, as many as it may have and as there is room for
-    fault: Exception | None = None  # what failed its last step; None: that was computed
-    is_over: bool = False  # it has ended, one way or the other
-    cached_tokens: int = 0  # of its prompt, not computed when it was first admitted
+    timestamps: list[float] = field(default_factory=list)  # when each token was appended
+    max_tokens: int = 0  # maximum tokens of the answer, by its settings and by the room for it
+    fault: Exception | None = None  # the exception that failed the request's last step
+    is_over: bool = False  # finished, with or without an error
+    cached_tokens: int = 0  # prompt tokens that were cached when it was first admitted
     # Seconds of ``time.perf_counter``.
     created_time: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108
-    started_time: float = -1.0  # when it was first admitted; -1 before
-    finished_time: float = -1.0  # when it ended; -1 before
-    # The library's processors of its answer; None: it has none.
+    started_time: float = -1.0  # time of the first admission; -1 before
+    finished_time: float = -1.0  # time of the end; -1 before
+    # Transformers' processors for this answer; None: there are none.
     processors: Any = field(init=False, default=None)
     _prompt: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """What its caller calls it."""
+        """The caller's name for the request."""
         return self.request_id
 
     @property
     def prompt(self) -> list[int]:
-        """Its prompt's tokens."""
+        """The prompt's tokens."""
         if not self._prompt:
             self._prompt = self.prepared.tokens.tolist()
         return self._prompt
 
     def note_admission(self, admission: Admission) -> None:
-        """Note what was cached, and when it was admitted first."""
+        """Record the cached tokens and the time of the first admission."""
         if self.started_time < 0:
             self.cached_tokens = admission.skip_tokens
             self.begin()
 
     def begin(self) -> None:
-        """Note when it was admitted first."""
+        """Record the time of the first admission."""
         self.started_time = time.perf_counter()
 
     def end(self) -> None:
-        """Note that it is over, and when."""
+        """Mark the request as finished, and record the time."""
         self.is_over = True
         self.finished_time = time.perf_counter()
 
     def begin_answer(self) -> None:
-        """Make the processors of its answer; a fork that found no room begins once more."""
+        """Make the answer's processors; called again for a fork that found no room before."""
         self.logprobs.clear()
         if self.settings.make_processors is not None:
             try:
                 self.processors = self.settings.make_processors(self.prompt)
-            except Exception as error:  # of this request's settings: the others go on
+            except Exception as error:  # the fault of this request's settings; others continue
                 self.refuse(error)
 
     def refuse(self, error: Exception) -> None:
-        """Note that its own settings, processors or streamer keep it from going on."""
+        """Record an error of the request's own settings, processors or streamer."""
         if self.error is None:
             self.error = InvalidArgumentError(str(error) or repr(error))
             self.error.__cause__ = error
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
-    """Return a number in [0, 1) for each seed and token number: splitmix64's.
+    """Return a random number in [0, 1) for each seed and token number, by splitmix64.
 
-    It depends on them alone: who else is in the batch, and whether the token is computed a second
-    time, changes nothing.
+    The number depends on nothing else, so neither other requests in the batch nor computing a token
+    again changes it.
     """
     with np.errstate(over="ignore"):
         x = seeds + (numbers + np.uint64(1)) * _GOLDEN
@@ -286,9 +286,9 @@ def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> 
 
 
 def choose_tokens(logits: torch.Tensor, requests: Sequence[BatchRequest | None]) -> torch.Tensor:
-    """Choose the next token of each row's request, if it has one, by [rows, vocabulary] logits.
+    """Choose the next token of each row from [rows, vocabulary] logits; greedily without a request.
 
-    Return [rows] int64 on the device, for which nothing waits.
+    Return [rows] int64 on the device, without waiting for the device.
     """
     if all(one is None or one.settings.is_simple for one in requests):
         return logits.argmax(-1)
@@ -300,7 +300,7 @@ def choose_tokens(logits: torch.Tensor, requests: Sequence[BatchRequest | None])
             ids = torch.tensor([[*one.prompt, *one.answer]], device=logits.device)
             try:
                 scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
-            except Exception as error:  # of this request alone: the others go on
+            except Exception as error:  # the fault of this request alone; others continue
                 one.refuse(error)
     greedy, settings = scores.argmax(-1), [one.settings if one else None for one in requests]
     are_greedy = [one is None or one.is_greedy for one in settings]
@@ -317,8 +317,8 @@ def choose_tokens(logits: torch.Tensor, requests: Sequence[BatchRequest | None])
 def _draw(
     scores: torch.Tensor, settings: Sequence[AnswerSettings | None], uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token from each row: where the sum of probabilities passes the row's number."""
-    # Those of the library's processors are applied by now.
+    """Sample a token of each row: the first whose cumulative probability exceeds ``uniform``."""
+    # Rows with processors are left out: their temperature and limits are applied already.
     rows = [one if one and one.make_processors is None else None for one in settings]
 
     def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
@@ -330,7 +330,7 @@ def _draw(
     if not any(limited):
         return _pass(scores.double().softmax(-1), uniform)
     size = scores.shape[-1]
-    # If one has no ``top_k``, all tokens are sorted.
+    # If one limited row has no ``top_k``, all tokens are sorted.
     limits = [row.top_k for row, is_one in zip(rows, limited, strict=True) if row and is_one]
     count = min(max(limits), size) if all(limits) else size
     values, ids = scores.topk(count, dim=-1)
@@ -347,13 +347,13 @@ def _draw(
     chosen = ids.gather(-1, _pass(values.softmax(-1), uniform)[:, None])[:, 0]
     if all(limited):
         return chosen
-    # Requests without limits draw in the order of the tokens, whoever is beside them.
+    # Requests without limits sample in the order of token ids, also beside limited requests.
     is_limited = to_device(torch.tensor(limited, device="cpu"), scores.device)
     return torch.where(is_limited, chosen, _pass(scores.double().softmax(-1), uniform))
 
 
 def _pass(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     sums = shares.cumsum(-1)
-    # Right of all that equal the number: a token of probability 0 is never hit.
+    # right=True skips sums equal to the number, so a token of probability 0 is never chosen.
     at = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
     return at.clamp(max=shares.shape[-1] - 1)
