@@ -1,4 +1,4 @@
-"""One call of ``generate_batch``: what it was given, its requests, and what it returns."""
+"""One call of ``generate_batch``: its arguments, its requests and its outputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BatchCall:
         """Return a streamer of transformers, or None, for each prompt."""
         if streamer is None or callable(streamer):
             return [None] * count
-        if hasattr(streamer, "put"):  # some of these are endless when one asks what is in them
+        if hasattr(streamer, "put"):  # a streamer; iterating over some of them never ends
             raise InvalidArgumentError(
                 "streamer must be a function, or streamers, one for each prompt: "
                 "streamer=[streamer]"
@@ -96,7 +96,7 @@ class BatchCall:
     def run(
         self, batcher: Batcher, *, warms_up: bool, shows_progress: bool, records_timestamps: bool
     ) -> dict[str, Any]:
-        """Run the requests to their ends; return a ``GenerationOutput`` for each request id."""
+        """Run the requests until all have finished; return a ``GenerationOutput`` by request id."""
         batcher.configure(self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
         batcher.begin()
@@ -137,7 +137,7 @@ class BatchCall:
             self._streaming[made[0]] = streamer
             try:
                 streamer.put(torch.from_numpy(self.prompts[index]).long())
-            except Exception as error:  # of this request alone
+            except Exception as error:  # the fault of this request alone
                 made[0].refuse(error)
                 batcher.end(made[0])
         return made
@@ -146,12 +146,12 @@ class BatchCall:
         try:
             if request in self._streaming:
                 self._streaming[request].end()
-        except Exception as error:  # of this request alone
+        except Exception as error:  # the fault of this request alone
             request.refuse(error)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    """Return what was given for all prompts, or for each."""
+    """Return one value for each prompt: a list's items, or the same value for all."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -174,7 +174,7 @@ def _read_seeds(seeds: Any, count: int) -> list[int]:
 
 
 def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
-    """Return a ``GenerationOutput`` of a request, which may not be over yet."""
+    """Return a ``GenerationOutput`` of a request, which may still be running."""
     library = importlib.import_module(_OUTPUTS)
     statuses = library.RequestStatus
     status = statuses.FINISHED if request.error is None else statuses.FAILED
@@ -192,7 +192,7 @@ def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any
 
 
 def failed_output(request_id: str, prompt: Sequence[int], error: BaseException) -> Any:
-    """Return a ``GenerationOutput`` of a request that could not begin, or go on."""
+    """Return a ``GenerationOutput`` of a request that could not begin or continue."""
     library = importlib.import_module(_OUTPUTS)
     return library.GenerationOutput(
         request_id, list(prompt), error=_message_of(error), status=library.RequestStatus.FAILED
