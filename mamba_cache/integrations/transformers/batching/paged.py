@@ -1,4 +1,4 @@
-"""Paged attention for models of transformers: the function, and its registration."""
+"""Paged attention for models of transformers: the attention function and its registration."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNSERVED = ("softcap", "sliding_window", "s_aux", "position_bias", "block_seque
 _FIELD = "_attn_implementation_internal"
 
 _current = threading.local()
-"""The thread's ``attention``; in other threads the model attends as usual."""
+"""``attention`` of the thread that runs a batch; other threads use the usual attention."""
 
 
 def register_attention() -> None:
     """Register the attention function with transformers.
 
-    Other models are not affected. Call it before a model's settings are read for the first time:
-    the registries are part of them.
+    Other models are not affected. To be called before the fingerprint first reads a model, because
+    it reads the registries.
     """
     attention, masks = _registries()
     if PAGED not in attention:
@@ -55,7 +55,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to KV blocks; in other threads, call the usual function."""
+    """Attend to KV blocks; in other threads, call the usual attention function."""
     attention: PagedAttention | None = getattr(_current, "attention", None)
     if attention is not None:
         return attention.attend(query, options), None
@@ -71,21 +71,21 @@ def _attend(
 
 
 def _usual_of(config: Any) -> str:
-    """Return the attention that a configuration names in threads that call the model as usual."""
+    """Return the attention of a configuration in threads that do not run a batch."""
     own = getattr(config, "__dict__", {})
     name = original(own, _FIELD) if _FIELD in own else None
     return name if isinstance(name, str) else "eager"
 
 
 def _make_mask(**arguments: Any) -> Any:
-    """Make no mask: the length of each row limits its attention."""
+    """Return no mask, because lengths limit each row; in other threads, the usual mask."""
     if getattr(_current, "attention", None) is not None:
         return None
     return _registries()[1][_usual_of(arguments.get("config"))](**arguments)
 
 
 class PagedAttention:
-    """The attention layers of one forward: they write and read a context's KV blocks.
+    """Makes attention layers write and read a context's KV blocks during a forward.
 
     ``kv_cache`` is [num_layers, 2, num_blocks, block_size, kv_heads, head_dim].
     """
@@ -102,7 +102,7 @@ class PagedAttention:
         configs = {id(c): c for c in (*of_modules, *of_text) if hasattr(c, _FIELD)}
         self._configs = list(configs.values())
         self._layer = -1
-        self._written: set[int] = set()  # layers of which the forward wrote keys and values
+        self._written: set[int] = set()  # layers whose keys and values the forward has written
         self._slots = self._places = torch.empty(0)
         self._seen: tuple[torch.Tensor, ...] = ()
 
@@ -115,10 +115,10 @@ class PagedAttention:
         starts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> Iterator[None]:
-        """Have the model attend to KV blocks, in this thread, while the body runs.
+        """Have the model attend to KV blocks in this thread while the body runs.
 
-        ``slots``, [rows * n] int64, say where the keys and values of each row's n tokens go, in
-        tokens of the pool. The others are as for ``paged_attention``.
+        ``slots``, [rows * n] int64, are the places of each row's n keys and values, counted in
+        tokens of the pool. The other arguments are those of ``paged_attention``.
         """
         self._written = set()
         self._slots, self._places = slots, places
@@ -140,8 +140,8 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of new tokens; stands in for a cache layer's ``update``.
 
-        They are those of an attention layer, whose attention is called next:
-        [rows, kv_heads, n, head_dim] each, and returned as given.
+        ``keys`` and ``values`` are [rows, kv_heads, n, head_dim] each, and are returned unchanged.
+        The attention of the same layer is called next.
         """
         self._layer = layer
         self._written.add(layer)
@@ -151,8 +151,8 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Attend to the keys and values of the layer that was updated last.
 
-        Of a query [rows, heads, n, head_dim] the result is [rows, n, heads, head_dim]; options are
-        those that the model's layer passes to its attention function.
+        ``query`` is [rows, heads, n, head_dim], the result [rows, n, heads, head_dim]. ``options``
+        are those that the model's layer passes to its attention function.
         """
         asked = [name for name in _UNSERVED if options.get(name) is not None]
         num_tokens = len(self._slots) // len(self._places)
