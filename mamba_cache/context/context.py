@@ -736,7 +736,7 @@ class DynamicInferenceContext:
         """Write the uncollected step's sampled tokens into this step's ids, on the device."""
         table, own = self.request_table, metadata.token_ids[: len(rows)]
         # True where the request's next token is known on the device only.
-        is_late = table.num_tokens[rows] == table.num_computed[rows] + table.num_in_doubt[rows]
+        is_late = table.num_tokens[rows] == table.num_computed[rows] + table.num_uncollected[rows]
         places = np.zeros(self.config.max_requests, dtype=np.int64)
         places[last.rows] = np.arange(len(last.rows))
         tokens = torch.cat((last.sampled.tokens[:, 0], own))
@@ -843,7 +843,9 @@ class DynamicInferenceContext:
                 rows = np.concatenate((rows, [active.row for active in prefills]))
             if sent is not None:
                 lengths: Int64Array = np.ones(len(rows), dtype=np.int64)
-                lengths[:count] = table.num_in_doubt[work.group.rows] = work.ends - work.max_starts
+                lengths[:count] = table.num_uncollected[work.group.rows] = (
+                    work.ends - work.max_starts
+                )
                 lengths[count:] = [chunk.samples for chunk in step._chunks]
                 releases = table.num_releases[rows]
                 self._uncollected = _Uncollected(
@@ -1072,7 +1074,7 @@ class DynamicInferenceContext:
             count = int(np.count_nonzero(kept < count))
         self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
         with self._ending:
-            table.num_in_doubt[rows[:count]] = 0
+            table.num_uncollected[rows[:count]] = 0
             self._take(requests, count, rows, tokens, counts, planned=planned)
             self._counters["computed_tokens"] += int(lengths[:count].sum())
             self._uncollected = None
@@ -1158,7 +1160,7 @@ class DynamicInferenceContext:
         ids = self._read_new_ids(new_ids)
         table, row = self.request_table, active.row
         computed = table.num_computed.item(row)
-        if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
+        if table.num_uncollected[row] or table.num_tokens.item(row) == computed:
             raise StepOrderError(
                 f"the last tokens of request {active.request_id!r} are still on the device: "
                 "call collect_step before fork"

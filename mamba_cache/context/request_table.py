@@ -1,4 +1,4 @@
-"""The requests that are not finished: by id, and as rows of arrays with their KV blocks."""
+"""The request table: unfinished requests by id, and as rows of arrays with their KV blocks."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class DecodingGroup:
-    """Requests that decode together: the same from step to step, while none joins or leaves."""
+    """The decoding requests of a batch, used again from step to step until the set changes."""
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
-        self.requests = tuple(requests)  # in the order of the batch
-        self.ids = tuple([active.request_id for active in requests])  # their ids
+        self.requests = tuple(requests)  # in batch order
+        self.ids = tuple([active.request_id for active in requests])
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
 
 
-_ONE: Int64Array = np.array(1)  # numpy adds it in half of the time that Python's takes
+_ONE: Int64Array = np.array(1)  # adding it takes half the time of adding a Python int
 _NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 _NO_REQUESTS = DecodingGroup(())
 
 
 class RequestTable:
-    """Requests by id and by row, and which of them take part in the next step.
+    """Requests by id and by row, and the chunks and decoding rows of the next step.
 
-    A row holds what a steady decoding step reads and writes, so that such a step is a handful of
-    operations on whole arrays, however many requests there are.
+    A row has all fields that a steady decoding step reads and writes. So such a step is a few
+    whole-array operations for any number of requests.
     """
 
     def __init__(self, kv_blocks: KVBlockAllocator, config: CacheConfig) -> None:
@@ -60,26 +60,27 @@ class RequestTable:
         self.block_tables: np.ndarray[Any, np.dtype[np.int32]] = np.empty(
             (max_requests, config.max_blocks_per_request), dtype=np.int32
         )
-        # What a row holds beside its blocks, and is 0 while it is free.
+        # The other fields of a row, all 0 while the row is free. num_uncollected is the maximum
+        # number of tokens that the row gets from an uncollected step.
         self._progress: Int64Array = np.zeros((8, max_requests), dtype=np.int64)
-        self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt = self._progress[:4]
-        self.last_tokens, self.next_events = self._progress[4:6]
+        self.num_blocks, self.num_tokens, self.num_computed = self._progress[:3]
+        self.num_uncollected, self.last_tokens, self.next_events = self._progress[3:6]
         self.place_shifts, self._tail_shifts = self._progress[6:]
         # Single elements are read and written several times faster through memoryviews.
         self._num_blocks_at, self._next_event_at = self.num_blocks.data, self.next_events.data
         self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         self.table_stamps: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.num_releases: Int64Array = np.zeros(max_requests, dtype=np.int64)
-        # The tokens that no request has taken over yet: of the unfinished block, and those that end
-        # it. A position and the row's ``_tail_shifts`` are the place of the token there.
+        # By row: tokens not yet copied to ``ActiveRequest.generated``, about one block. The token
+        # at a position has the index: position + the row's ``_tail_shifts``.
         self._tail_width = self.block_size_tokens + self._max_decode_tokens
         self._tails = np.zeros(max_requests * self._tail_width, dtype=np.int32)
-        self.scheduled_chunks: dict[int, Chunk] = {}  # by row, what is computed of prompts
-        self.num_scheduled_tokens = self.num_planned_checkpoints = 0  # of these chunks together
-        self.decoding_rows: set[int] = set()  # rows whose requests decode
+        self.scheduled_chunks: dict[int, Chunk] = {}  # by row
+        self.num_scheduled_tokens = self.num_planned_checkpoints = 0  # sums over these chunks
+        self.decoding_rows: set[int] = set()  # rows of decoding requests
         self.stamp = 0  # grows whenever a row's table is written
         self._requests: dict[Hashable, ActiveRequest] = {}
-        # All that decode, and those named last, as long as ``decoding_rows`` stays the same.
+        # All decoding requests, and those named last; None once decoding_rows has changed.
         self._group: DecodingGroup | None = None
         self._named: DecodingGroup | None = None
         self.reset()
@@ -104,11 +105,11 @@ class RequestTable:
             self._requests[active.request_id] = active
 
     def remove(self, active: ActiveRequest) -> None:
-        """Forget a finished request."""
+        """Remove a finished request."""
         del self._requests[active.request_id]
 
     def find(self, request_id: Hashable, *allowed: RequestStatus) -> ActiveRequest:
-        """Return the request of an id."""
+        """Return the request with an id; check that its status is one of ``allowed``, if given."""
         try:
             active = self._requests[request_id]
         except (KeyError, TypeError):
@@ -127,7 +128,7 @@ class RequestTable:
         scheduled: list[ActiveRequest] = []
         if not self.scheduled_chunks:
             return scheduled
-        newest = reversed(self._requests.values())  # they are among these
+        newest = reversed(self._requests.values())  # all scheduled requests are among these
         while len(scheduled) < len(self.scheduled_chunks):
             active = next(newest)
             if active.status is RequestStatus.SCHEDULED:
@@ -135,7 +136,7 @@ class RequestTable:
         return scheduled[::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
-        """Return the requests that decode in the next step."""
+        """Return the decoding requests with these ids, or all."""
         if request_ids is None:
             if self._group is None:
                 self._group = _NO_REQUESTS
@@ -154,17 +155,16 @@ class RequestTable:
         return [a for a in self._requests.values() if a.status is not RequestStatus.PREEMPTED]
 
     def token_room(self) -> int:
-        """Return the tokens that the next step can still take.
+        """Return the number of tokens that the next step still has room for.
 
-        Every decoding request is counted with all the tokens that it can have, whether or not it
-        will take part.
+        Room for the maximum number of tokens of every decoding request is kept free.
         """
         decoding = len(self.decoding_rows) * self._max_decode_tokens
         return self._max_tokens - self.num_scheduled_tokens - decoding
 
     @property
     def num_free_rows(self) -> int:
-        """Requests that could still be added."""
+        """Number of requests that could still be added."""
         return len(self._free_rows)
 
     def take(
@@ -173,7 +173,7 @@ class RequestTable:
         num_tokens: int,
         name: object,
     ) -> int:
-        """Take a row with cached blocks and new ones."""
+        """Take a row, and hold cached blocks and allocate new ones for ``num_tokens`` tokens."""
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
         shared = as_rows(shared_blocks)
@@ -195,7 +195,7 @@ class RequestTable:
     def fork(
         self, row: int, last_tokens: Int64Array, names: Sequence[object]
     ) -> tuple[list[int], list[int]]:
-        """Take rows for requests that go on from where that of another row stands."""
+        """Take rows for forks of the request in ``row``; return the rows and their own blocks."""
         count, num_free = len(names), len(self._free_rows)
         required, room = count * self._max_decode_tokens, self.token_room()
         if self.scheduled_chunks and required > room:
@@ -227,24 +227,24 @@ class RequestTable:
         return rows.tolist(), own
 
     def start(self, rows: Any, num_tokens: int, num_computed: int) -> None:
-        """Say what the requests of a row, or of an array of rows, have that were just taken."""
+        """Set the numbers of tokens of a row, or of an array of rows, just taken."""
         self.num_tokens[rows], self.num_computed[rows] = num_tokens, num_computed
         self._tail_shifts[rows] = rows * self._tail_width - num_tokens
 
     def give_back(self, row: int) -> None:
-        """Take a row and its blocks back; cached blocks stay findable."""
+        """Release a row and its blocks; published blocks stay findable."""
         blocks = self.blocks_of(row).astype(np.intp)
         self.block_tables[row, : len(blocks)] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
         self._progress[:, row] = 0
         self.num_releases[row] += 1
-        # The lowest comes next, so that few requests lie in the first rows, which an embedder may
-        # compute as one batch.
+        # A heap: the lowest free row is taken next. So a few requests are in the first rows, which
+        # an embedder may compute as one batch.
         heapq.heappush(self._free_rows, row)
         self._kv_blocks.release(blocks)
 
     def grow(self, row: int, num_tokens: int, name: object) -> None:
-        """Give one row the blocks that it lacks."""
+        """Allocate the blocks that a row lacks for ``num_tokens`` tokens."""
         held = self.num_blocks.item(row)
         missing = -(-num_tokens // self.block_size_tokens) - held
         if missing > 0:
@@ -253,10 +253,10 @@ class RequestTable:
     def open_blocks(
         self, group: DecodingGroup, ends: Int64Array, due: Int64Array
     ) -> tuple[list[int], list[int]]:
-        """Give decoding requests the blocks that they lack up to ``ends``: at most one each.
+        """Allocate the blocks that decoding requests lack up to ``ends``: at most one each.
 
-        Return which of those that are ``due`` save a state in this step, and which have tokens
-        beyond their current block.
+        ``due`` are indices of requests that reach their next event in this step. Return those that
+        save a state in this step, and those that have tokens beyond their current block.
         """
         size, rows = self.block_size_tokens, group.rows
         events = list(zip(due.tolist(), rows[due].tolist(), ends[due].tolist(), strict=True))
@@ -279,7 +279,7 @@ class RequestTable:
                 current = computed // size
                 self._next_event_at[row] = event = current * size + (size - 1)
                 self.place_shifts[row] = (self.block_tables.item(row, current) - current) * size
-            # Without drafts the step before this one has surely reached an earlier event.
+            # Without drafts the previous step has certainly reached an earlier event.
             is_reached = self._max_decode_tokens == 1 and end > event + 1
             if end > event and self.saves_states[row] and not is_reached:
                 saving.append(place)
@@ -287,9 +287,9 @@ class RequestTable:
                 crossing.append(place)
         return saving, crossing
 
-    def shrink(self, row: int, num_tokens: int, least: int) -> None:
-        """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""
-        held = max(-(-num_tokens // self.block_size_tokens), least)
+    def shrink(self, row: int, num_tokens: int, min_blocks: int) -> None:
+        """Release the blocks after ``num_tokens`` tokens, but keep at least ``min_blocks``."""
+        held = max(-(-num_tokens // self.block_size_tokens), min_blocks)
         surplus = self.blocks_of(row)[held:].astype(np.intp)
         self.block_tables[row, held:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
@@ -297,7 +297,7 @@ class RequestTable:
         self._kv_blocks.release(surplus)
 
     def reset(self) -> None:
-        """Forget all requests; the KV blocks' allocator is reset by its owner."""
+        """Remove all requests; the owner of the KV blocks resets their allocator."""
         self._requests.clear()
         self._group = self._named = None
         self._free_rows = list(range(len(self.block_tables)))  # a heap
@@ -310,7 +310,7 @@ class RequestTable:
         self.decoding_rows.clear()
 
     def set_status(self, active: ActiveRequest, status: RequestStatus) -> None:
-        """Set where a request with a row stands, and what it does in the next step."""
+        """Set the status of a request with a row, and update the records of the next step."""
         active.status, row = status, active.row
         is_decoding = status is RequestStatus.DECODING
         if is_decoding != (row in self.decoding_rows):
@@ -325,7 +325,7 @@ class RequestTable:
             self.num_planned_checkpoints += len(chunk.inside)
 
     def collect(self, active: ActiveRequest) -> TokenArray:
-        """Take the newest tokens of a request over from its row, if it has one; return them."""
+        """Move a request's newest tokens from its row, if any, to ``generated``; return them."""
         row = active.row
         if row < 0:
             return _NO_TOKENS
@@ -336,21 +336,21 @@ class RequestTable:
         return tokens
 
     def take_over(self, active: ActiveRequest) -> None:
-        """Do the same, and hash the blocks that they complete."""
+        """Move a request's newest tokens to ``generated``, and hash the blocks they complete."""
         tokens = self.collect(active)
         if self._is_cached:
             chain, num_known = active.chain, active.num_known
-            if chain.num_tokens < num_known - len(tokens):  # some were collected before
+            if chain.num_tokens < num_known - len(tokens):  # collect was called by itself before
                 tokens = active.tokens(chain.num_tokens, num_known)
             chain.append_checked(tokens)
 
     def computed_chain(self, active: ActiveRequest) -> BlockHashChain:
-        """Return a chain of just the computed tokens of a request, which takes over the rest."""
+        """Return a hash chain of a request's computed tokens only; ``take_over`` comes first."""
         self.take_over(active)
         if not self._is_cached:
             return active.chain
         computed = self.num_computed.item(active.row)
-        # The last token, which a fork may replace, may be hashed.
+        # The request's own chain may include the last token, which a fork may replace.
         chain = active.chain.copy(computed // self.block_size_tokens)
         chain.append(active.tokens(chain.num_tokens, computed))
         return chain
@@ -360,21 +360,21 @@ class RequestTable:
         return self.block_tables[row, : self.num_blocks.item(row)]
 
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
-        """Append one sampled token to each row; return how many it had before."""
+        """Append one sampled token to each row; return the number that each row had before."""
         lengths: Int64Array = self.num_tokens[rows]
-        # With tokens of its own dtype numpy takes a third of the time.
+        # Tokens of the array's own dtype are stored in a third of the time.
         self._tails[lengths + self._tail_shifts[rows]] = tokens.astype(np.int32)
         self.last_tokens[rows] = tokens
         self.num_tokens[rows] = lengths + _ONE
         return lengths
 
     def append_tokens(self, rows: Int64Array, tokens: Int64Array, counts: Int64Array) -> None:
-        """Append sampled tokens."""
-        count, most = tokens.shape
-        lengths, first = self.num_tokens[rows], np.arange(0, count * most, most)
-        # What is not taken lies beyond the end, where there is room for as many.
-        places = (lengths + self._tail_shifts[rows] - first).repeat(most)
-        places += np.arange(count * most)
+        """Append to each row the first ``counts`` of its sampled tokens [n, width]."""
+        count, width = tokens.shape
+        lengths, first = self.num_tokens[rows], np.arange(0, count * width, width)
+        # All tokens are written; those not taken lie after the row's end, where there is room.
+        places = (lengths + self._tail_shifts[rows] - first).repeat(width)
+        places += np.arange(count * width)
         new = tokens.ravel()
         self._tails[places] = new
         last = new[first + (counts - 1)]
@@ -385,7 +385,7 @@ class RequestTable:
         self.num_tokens[rows] = lengths
 
     def check_invariants(self, pinned: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        """Prove that rows, tables and reference counts agree, and with what requests do next."""
+        """Check that rows, tables, reference counts and the records of the next step agree."""
         self.check_rows([active.row for active in self.holding_memory()], pinned)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
@@ -404,18 +404,18 @@ class RequestTable:
             )
 
     def check_request(self, active: ActiveRequest, *, is_in_step: bool) -> None:
-        """Prove that its chunk is what is computed next, and its checkpoints are those of steps."""
+        """Check that a request's status, chunk and checkpoint agree."""
         name, status, row = active.request_id, active.status, active.row
         computed = self.num_computed.item(row)
         if status is RequestStatus.DECODING:
             num_tokens = self.num_tokens.item(row)
-            # The first token after a prompt may be known to the device alone.
+            # 0: the first token after the prompt is not collected yet.
             if active.chunk is not None or num_tokens - computed not in (0, 1):
                 raise InvariantError(
                     f"request {name!r} decodes, with {num_tokens} tokens of which "
                     f"{computed} are computed, and chunk {active.chunk}"
                 )
-            if active.checkpoint is not None and not (is_in_step or self.num_in_doubt[row]):
+            if active.checkpoint is not None and not (is_in_step or self.num_uncollected[row]):
                 raise InvariantError(f"request {name!r} is in no step, but has {active.checkpoint}")
         elif (active.chunk is not None) != (status is RequestStatus.SCHEDULED):
             raise InvariantError(f"request {name!r} is {status.value} with chunk {active.chunk}")
@@ -428,7 +428,7 @@ class RequestTable:
     def check_rows(
         self, rows: Sequence[int], pinned: np.ndarray[Any, np.dtype[np.int32]] | int = 0
     ) -> None:
-        """Prove that rows, tables and reference counts agree."""
+        """Check that rows, tables and reference counts agree."""
         if sorted([*rows, *self._free_rows]) != list(range(len(self.block_tables))):
             raise InvariantError(f"rows are lost or held twice: {sorted(rows)}")
         references = np.zeros(self._kv_blocks.pool_size, dtype=np.int64) + pinned
@@ -449,7 +449,7 @@ class RequestTable:
             )
 
     def _check_events(self) -> None:
-        """Prove that no event of a decoding row would be missed, nor a place be another's."""
+        """Check the next events of decoding rows, and the shifts from position to KV place."""
         rows: Int64Array = np.array(sorted(self.decoding_rows), dtype=np.int64)
         size, expected = self.block_size_tokens, self.next_events[rows]
         rows, expected = rows[expected > 0], expected[expected > 0]
@@ -468,16 +468,16 @@ class RequestTable:
         self.num_blocks[row] = held + len(blocks)
 
     def _stamp_rows(self, rows: Any) -> None:
-        """Say that the tables of a row, or of an array of rows, were written."""
+        """Set new stamps for a row, or an array of rows, whose tables were written."""
         self.stamp += len(self.table_stamps)
         self.table_stamps[rows] = self.stamp + rows
 
-    def _allocate(self, num_blocks: int, wanted: Iterable[tuple[object, int]]) -> list[int]:
-        """Take KV blocks for requests, each given by its id and the tokens that it then has."""
+    def _allocate(self, num_blocks: int, needs: Iterable[tuple[object, int]]) -> list[int]:
+        """Take KV blocks for requests; ``needs`` has the id of each and its number of tokens."""
         try:
             return self._kv_blocks.take(num_blocks)
         except BlockCapacityError as error:
-            names, lengths = zip(*wanted, strict=True)
+            names, lengths = zip(*needs, strict=True)
             listed = ", ".join(map(repr, names[:8]))
             listed += " and others" if len(names) > 8 else ""
             raise BlockCapacityError(

@@ -254,7 +254,7 @@ def plan_decodes(
     width, room = config.num_speculative_tokens, config.max_sequence_length
     starts = max_starts = table.num_computed[group.rows]
     if is_uncollected:
-        max_starts = starts + table.num_in_doubt[group.rows]
+        max_starts = starts + table.num_uncollected[group.rows]
     count = len(group.ids)
     longest = max_starts.item(max_starts.argmax()) if count else 0  # 4 times as fast as ``max``
     if longest >= room:
@@ -296,7 +296,7 @@ def _refuse_length(
     """Raise for the first request whose next token exceeds ``max_sequence_length``."""
     index = int((max_starts >= room).argmax())
     may_have, hint = "has", "finish it"
-    if table.num_in_doubt[group.rows[index]]:
+    if table.num_uncollected[group.rows[index]]:
         may_have, hint = "may have", "collect the last step"
     raise SequenceLengthError(
         f"request {group.ids[index]!r} {may_have} {max_starts.item(index) + 1} tokens; "

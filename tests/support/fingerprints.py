@@ -57,7 +57,7 @@ def parts_of_context(context):
         start = max(len(hashes) * size, end - size)
         due = len(active.chunk.token_ids) if active.chunk else 0
         row = active.row
-        counts = () if row < 0 else (table.num_computed[row], table.num_in_doubt[row])
+        counts = () if row < 0 else (table.num_computed[row], table.num_uncollected[row])
         progress = row, *counts, due
         parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
     step = context._step

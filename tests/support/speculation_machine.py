@@ -111,7 +111,10 @@ class SpeculationMachine(ContextMachine):
         """Cut drafts on the host, which must fit for any outcome of the last step."""
         table = self.context.request_table
         room = {
-            a.request_id: self.longest - table.num_computed[a.row] - table.num_in_doubt[a.row] - 1
+            a.request_id: self.longest
+            - table.num_computed[a.row]
+            - table.num_uncollected[a.row]
+            - 1
             for a in table
         }
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}

@@ -316,7 +316,7 @@ def test_two_steps_share_a_checkpoint():
     context.begin_step()
     assert context.slot_allocator.num_reserved_slots == 1
     context.check_invariants()
-    assert (table.num_computed[active.row], table.num_in_doubt[active.row]) == (BLOCK - 1, 1)
+    assert (table.num_computed[active.row], table.num_uncollected[active.row]) == (BLOCK - 1, 1)
     assert active.checkpoint.position == BLOCK
     context.abort_step()
     assert context.slot_allocator.num_reserved_slots == 0

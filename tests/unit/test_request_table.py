@@ -39,7 +39,7 @@ def rows(kv_blocks):
 
 def arrays(rows):
     """All that is kept by row, but how often tables have changed."""
-    kept = ("num_blocks", "num_tokens", "num_computed", "num_in_doubt", "block_tables")
+    kept = ("num_blocks", "num_tokens", "num_computed", "num_uncollected", "block_tables")
     return {name: getattr(rows, name).tolist() for name in kept}
 
 
