@@ -1,4 +1,4 @@
-"""The attention of requests' last tokens to their KV blocks, and what writes these, in Triton."""
+"""Triton kernels that attend to KV blocks, and that write keys and values into them."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -16,17 +16,17 @@ __all__ = ["paged_attention", "write_tokens"]
 _TILE = 64
 _WRITE_TILE = 1024
 _QUERIES = 128
-_FEWEST_QUERIES = 16
-"""A matrix unit multiplies no fewer rows."""
+_MIN_QUERIES = 16
+"""Minimum number of rows that a matrix unit multiplies."""
 _SUMS_OF_4_WARPS = 128 * 128
-"""The sums of so many queries and dimensions fit into the registers of four warps."""
+"""Number of sums, queries times dimensions, that fit into the registers of four warps."""
 _PROGRAMS = 512
-"""The keys of a request are split among programs up to so many, which fill a GPU."""
+"""Keys are split among programs until there are this many in all, which fill a GPU."""
 _MAX_SPLITS = 32
 _LOG2_E = math.log2(math.e)
-"""Scores are exponents of 2: a GPU computes powers of 2 without a multiplication."""
+"""Converts scores to exponents of 2, because a GPU computes these without a multiplication."""
 _LOWEST = tl.constexpr(-3.0e38)
-"""The peak of no scores: below all of them, and still a number to subtract from."""
+"""Maximum of zero scores: below all scores, and finite, so that it can be subtracted."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -207,9 +207,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tile_of(num_queries: int, head_pad: int) -> tuple[int, int]:
-    """Return how many queries a program has, and its warps, measured on one NVIDIA H200."""
-    queries = min(_QUERIES, max(triton.next_power_of_2(num_queries), _FEWEST_QUERIES))
-    if queries == _FEWEST_QUERIES:
+    """Return a program's number of queries and of warps, as measured on one NVIDIA H200."""
+    queries = min(_QUERIES, max(triton.next_power_of_2(num_queries), _MIN_QUERIES))
+    if queries == _MIN_QUERIES:
         return queries, 2
     return queries, 4 if queries * head_pad <= _SUMS_OF_4_WARPS else 8
 
@@ -224,7 +224,7 @@ def paged_attention(
     lengths: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Do what the twin does, in one or two launches whose grids depend on shapes alone."""
+    """Compute the twin's function in one or two launches; grids depend on shapes alone."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     places, starts, lengths = (one.contiguous() for one in (places, starts, lengths))
@@ -236,7 +236,7 @@ def paged_attention(
     parts = triton.cdiv(num_tokens * group, queries)
     splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * kv_heads * parts)))
     output = query.new_empty((rows, num_tokens, num_heads, head_dim))
-    sums = peaks = totals = output  # which are not used without splits
+    sums = peaks = totals = output  # placeholders, not used without splits
     if splits > 1:
         cells = rows * kv_heads * parts * splits
         sums = query.new_empty((cells, queries, head_dim), dtype=torch.float32)
@@ -283,9 +283,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 def write_tokens(
     pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Do what the twin does, in one launch."""
+    """Compute the twin's function in one launch."""
     size = pool.shape[2] * pool.shape[3]
-    # A token's heads lie together already where a model projects them together.
+    # No copy if the model projects all heads of a token together.
     keys, values = (x.transpose(1, 2).reshape(-1, size).contiguous() for x in (keys, values))
     _write_kernel[(len(keys), triton.cdiv(size, _WRITE_TILE))](
         keys, values, pool, slots, keys.stride(0), values.stride(0), pool.stride(0),
