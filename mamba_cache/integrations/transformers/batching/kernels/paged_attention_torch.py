@@ -1,4 +1,4 @@
-"""The PyTorch twins of the attention to KV blocks, and of what writes these: they are right."""
+"""PyTorch twins of the kernels that attend to KV blocks and write them: the reference."""
 
 # As many arguments as the kernel has tensors.
 # ruff: noqa: PLR0917
@@ -21,18 +21,18 @@ def paged_attention(
     lengths: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend from tokens of each row to what its request has up to each of them.
+    """Attend from each token of each row to all tokens of its request up to this token.
 
     Args:
         query: [rows, heads, tokens, head_dim]; a row's tokens from ``lengths`` on are padding.
-        keys: [num_blocks, block_size, kv_heads, head_dim] of one layer, those of the queries'
-            tokens included.
-        values: Likewise.
-        block_tables: [places, max_blocks] int32 KV blocks by place in the step.
-        places: [rows] int64 place of each row's request in the step; any if a row has no tokens.
-        starts: [rows] int64 tokens of each row's request before its first query.
-        lengths: [rows] int64 how many of each row's tokens are no padding.
-        scale: What products of queries and keys are multiplied by.
+        keys: [num_blocks, block_size, kv_heads, head_dim] of one layer, with those of the queries'
+            tokens.
+        values: Of the shape of ``keys``.
+        block_tables: [places, max_blocks] int32 KV blocks by the request's index in the step.
+        places: [rows] int64 index of each row's request in the step; any if a row has no tokens.
+        starts: [rows] int64 number of tokens of each row's request before its first query.
+        lengths: [rows] int64 number of each row's tokens without padding.
+        scale: The factor of products of queries and keys.
 
     Returns:
         [rows, tokens, heads, head_dim] of the dtype of ``query``; zeros for padding.
@@ -70,12 +70,12 @@ def _attend_once(
     ends: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend from one token of each row, all rows at once, to what is before its end."""
+    """Attend from one token of each row to the ``ends`` first tokens of its request."""
     num_heads, block_size, kv_heads = query.shape[1], keys.shape[1], keys.shape[2]
     num_blocks = -(-int(ends.max()) // block_size)
     if not num_blocks:
         return torch.zeros_like(query).transpose(1, 2)
-    # A block that a request has not got any more, or not yet, is masked: any will do.
+    # Ids behind a request's blocks may be invalid; these blocks are masked, so any id will do.
     blocks = blocks[:, :num_blocks].long().clamp(0, keys.shape[0] - 1)
     shape = (len(query), num_blocks * block_size, kv_heads, query.shape[3])
     k, v = (pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values))
@@ -83,8 +83,8 @@ def _attend_once(
         k, v = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (k, v))
     is_idle = (ends == 0)[:, None]
     mask = torch.arange(shape[1], device=query.device) < ends[:, None]
-    mask[:, :1] |= is_idle  # a softmax of nothing is no number
-    # What was left in a block by others may be no number, which no weight makes nothing of.
+    mask[:, :1] |= is_idle  # a softmax of no scores is NaN
+    # Unwritten places of a block may hold NaN, which stays NaN with a weight of zero.
     k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
     output = functional.scaled_dot_product_attention(
         query, k, v, attn_mask=mask[:, None, None], scale=scale
@@ -99,10 +99,10 @@ def write_tokens(
 
     Args:
         pool: [2, tokens, kv_heads, head_dim] keys and values of one layer, contiguous.
-        slots: [rows * n] int64 where each token's go, row by row; of tokens that go to the same
-            place any is kept.
+        slots: [rows * n] int64 token index in the pool, row by row; of several tokens with the
+            same index any one is kept.
         keys: [rows, kv_heads, n, head_dim] of the pool's dtype.
-        values: Likewise.
+        values: Of the shape and dtype of ``keys``.
     """
     for half, new in zip(pool, (keys, values), strict=True):
         half.index_copy_(0, slots, new.transpose(1, 2).flatten(0, 1))
