@@ -1,4 +1,4 @@
-"""Rows of a batch in Triton: their pieces, windows of convolutions, copies, and their order."""
+"""Triton kernels over rows of a batch: pieces, windows of convolutions, copies, and sorting."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -21,9 +21,9 @@ __all__ = [
 ]
 
 _MAX_TAKEN = 6
-"""Tensors that one launch of ``take_piece`` serves: a scan has five or six inputs."""
+"""Maximum number of tensors in one launch of ``take_piece``: a scan has five or six inputs."""
 _MAX_JOINED = 4
-"""Pieces of a row that one launch of ``join_pieces`` serves: three checkpoints."""
+"""Maximum number of pieces in one launch of ``join_pieces``: a row has up to three checkpoints."""
 _TOKENS, _VALUES = 32, 64
 _TILE = 1024
 _CHANNELS = 128
@@ -237,8 +237,8 @@ def take_piece(
     number: int,
     width: int,
 ) -> list[torch.Tensor]:
-    """Do what the twin does, in one launch for six tensors."""
-    # Usually views: the values of a token, or the tokens of a value, lie together.
+    """Compute the twin's function in one launch for every six tensors."""
+    # Usually views, because the inner axes are contiguous.
     flat = [value.flatten(2) for value in values]
     taken = [value.new_empty(len(bounds), width, value.shape[2]) for value in flat]
     for first in range(0, len(flat), _MAX_TAKEN):
@@ -261,8 +261,8 @@ def take_piece(
 def join_pieces(
     pieces: Sequence[torch.Tensor], numbers: Sequence[int], bounds: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """Do what the twin does, in one launch for up to four pieces."""
-    if len(pieces) > _MAX_JOINED:  # the pieces of one launch are the first piece of the next
+    """Compute the twin's function in one launch for up to four pieces."""
+    if len(pieces) > _MAX_JOINED:  # the result of one launch is the first piece of the next
         tokens = torch.zeros_like(bounds[:, 0])
         whole = join_pieces(pieces[:_MAX_JOINED], numbers[:_MAX_JOINED], bounds, num_tokens)
         behind = numbers[_MAX_JOINED]
@@ -293,7 +293,7 @@ def copy_windows(
     owners: torch.Tensor | None = None,
     to: torch.Tensor | None = None,
 ) -> None:
-    """Do what the twin does, in one launch."""
+    """Compute the twin's function in one launch."""
     count, width = len(full if owners is None else owners), windows.shape[-1]
     _window_kernel[(count, triton.cdiv(full.shape[1], _CHANNELS))](
         full, ends, windows, ends if owners is None else owners, ends if to is None else to,
@@ -306,7 +306,7 @@ def copy_windows(
 
 
 def join_window(window: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Do what the twin does, in one launch."""
+    """Compute the twin's function in one launch."""
     rows, num_channels, num_tokens = new.shape
     width = window.shape[-1]
     full = new.new_empty(rows, width + num_tokens, num_channels).mT
@@ -325,7 +325,7 @@ def copy_rows(
     owners: torch.Tensor | None = None,
     to: torch.Tensor | None = None,
 ) -> None:
-    """Do what the twin does, in one launch."""
+    """Compute the twin's function in one launch."""
     count = next((len(rows) for rows in (owners, to) if rows is not None), source.shape[1])
     size = target[0, 0].numel()
     _rows_kernel[(triton.cdiv(size, _ROW_TILE), count, len(source))](
@@ -344,7 +344,7 @@ def sort_by_row(
     num_rows: int,
     dummy_slot: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what the twin does, in one launch whose grid depends on shapes alone."""
+    """Compute the twin's function in one launch; its grid depends on shapes alone."""
     num_places = len(rows_of_places)
     sorted_ = torch.empty((4, num_rows), dtype=torch.int64, device=rows_of_places.device)
     places, tokens, new_positions, slots = sorted_.unbind()
