@@ -1,4 +1,4 @@
-"""PyTorch twins: rows of a batch, their pieces, windows of convolutions, and their order."""
+"""PyTorch twins of the kernels over rows: pieces, windows of convolutions, copies, and sorting."""
 
 # As many arguments as the kernel has tensors.
 # ruff: noqa: PLR0917
@@ -26,13 +26,13 @@ def take_piece(
     number: int,
     width: int,
 ) -> list[torch.Tensor]:
-    """Take one piece out of each row, the same of several tensors.
+    """Copy one piece of each row, from each of several tensors.
 
     Args:
         values: [rows, tokens, ...] floats each.
-        fills: The value of each tensor's padding, behind the tokens of a row.
+        fills: Each tensor's value for padding, after the tokens of a row's piece.
         bounds: [rows, pieces + 1] int64, ascending: piece n of a row is [bounds[n], bounds[n + 1]).
-        number: Which piece.
+        number: The index of the piece.
         width: Tokens of the result; no row's piece is longer.
 
     Returns:
@@ -51,11 +51,11 @@ def take_piece(
 def join_pieces(
     pieces: Sequence[torch.Tensor], numbers: Sequence[int], bounds: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """Put pieces back to where ``take_piece`` took them from.
+    """Join pieces at the positions from which ``take_piece`` copied them.
 
     Args:
         pieces: [rows, width, ...] each.
-        numbers: Which piece of the rows each is, ascending.
+        numbers: The index of each piece in the rows, ascending.
         bounds: As for ``take_piece``.
         num_tokens: Tokens of the result.
 
@@ -63,7 +63,7 @@ def join_pieces(
         [rows, num_tokens, ...], zeros where there is no piece.
     """
     token, column = torch.arange(num_tokens, device=bounds.device), 0
-    place = token.expand(len(bounds), -1)  # of each token in the pieces, one behind the other
+    place = token.expand(len(bounds), -1)  # index of each token in the concatenated pieces
     for piece, number in zip(pieces, numbers, strict=True):
         begin = bounds[:, number, None]
         place = torch.where(token >= begin, token - begin + column, place)
@@ -84,15 +84,15 @@ def copy_windows(
     owners: torch.Tensor | None = None,
     to: torch.Tensor | None = None,
 ) -> None:
-    """Copy the last inputs of a convolution before a token of each row.
+    """Copy the last inputs of a convolution before token ``ends`` of each row.
 
     Args:
-        full: [rows, channels, window + tokens] inputs: the window before the first token first.
+        full: [rows, channels, window + tokens] inputs: first the window before the first token.
         ends: [rows] int64, in tokens.
-        windows: [any, channels, window], which is written, of the dtype of ``full``.
+        windows: [any, channels, window] target, of the dtype of ``full``.
         owners: [n] int64 rows whose windows are copied. None: all in order.
-        to: [n] int64 where in ``windows`` each goes; rows that go to one place are equal.
-            None: the first places.
+        to: [n] int64 index of each in ``windows``; rows with the same index have equal windows.
+            None: the first indices in order.
     """
     rows = torch.arange(len(full), device=full.device) if owners is None else owners
     width = windows.shape[-1]
@@ -102,14 +102,14 @@ def copy_windows(
 
 
 def join_window(window: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Put the last inputs of a convolution before new ones.
+    """Concatenate the last inputs of a convolution and new ones.
 
     Args:
         window: [rows, channels, width] floats.
-        new: [rows, channels, tokens] of the same dtype; the channels of a token lie together.
+        new: [rows, channels, tokens] of the same dtype; the channels of a token are contiguous.
 
     Returns:
-        [rows, channels, width + tokens], laid out as ``new``.
+        [rows, channels, width + tokens], in the memory layout of ``new``.
     """
     width, (rows, channels, tokens) = window.shape[-1], new.shape
     full: torch.Tensor = new.new_empty(rows, width + tokens, channels).mT
@@ -128,9 +128,9 @@ def copy_rows(
 
     Args:
         source: [layers, rows, *inner], inner axes contiguous.
-        target: [layers, any, *inner], likewise, which is written; of any floating dtype.
+        target: [layers, any, *inner], inner axes contiguous, written to; of any floating dtype.
         owners: [n] int64 rows of ``source``. None: all in order.
-        to: [n] int64 rows of ``target``; those that go to one row are equal. None: the first ones.
+        to: [n] int64 rows of ``target``; sources of the same row are equal. None: the first rows.
     """
     rows = source if owners is None else source.index_select(1, owners)
     if to is None:
@@ -147,20 +147,20 @@ def sort_by_row(
     num_rows: int,
     dummy_slot: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort what is packed in the step's order by rows of the live states.
+    """Sort arrays from the order of the step to the order of live rows.
 
     Args:
-        rows_of_places: [places] int32 or int64 row of the request at each place in the step, any
-            stride; -1: there is none. No row comes twice.
-        token_ids: [at least places] ints, the token at each place.
-        positions: Likewise its position.
-        kv_slots: Likewise where its key and value go, in tokens of the pool; negative: nowhere.
+        rows_of_places: [places] int32 or int64 live row of the request at each index in the step,
+            any stride; -1: no request. No row comes twice.
+        token_ids: [at least places] ints, the token at each index.
+        positions: [at least places] ints, the token's position.
+        kv_slots: [at least places] ints, index of its key and value in the pool; negative: none.
         num_rows: Rows of the batch; requests in rows beyond it are left out.
-        dummy_slot: Where the keys and values of rows without a request go.
+        dummy_slot: The slot of rows without one.
 
     Returns:
-        Each [num_rows] int64: places, -1 where a row has no request, tokens and positions, 0 there,
-        and slots.
+        Places, tokens, positions and slots, [num_rows] int64 each. Rows without a request have
+        place -1, token 0 and position 0.
     """
     numbers = torch.arange(num_rows, device=rows_of_places.device)
     is_own = rows_of_places[None, :] == numbers[:, None]
