@@ -1,4 +1,4 @@
-"""The options of ``generate``: which are served, and what may be kept of the answers."""
+"""The options of ``generate``: which are served, and whether answers can be cached."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ REFUSED = {
     "synced_gpus": "ranks that wait for each other at each forward must run as many forwards, and "
     "with a cache one rank may compute less than another",
 }
-"""Refused unless None or False, wherever they are set, with the reason."""
+"""Options that are refused, with the reason; None and False are accepted."""
 
 FIELDS = frozenset(
     {
-        # They say how long the answer is, which token comes next, or what is returned. Whatever
-        # they do, the model is given the tokens that are in the result, one by one.
+        # They set the length, choose the next token, or choose what is returned. In all cases the
+        # model computes the tokens of the result one by one.
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
         *("stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h"),
         *("typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
@@ -75,9 +75,9 @@ FIELDS = frozenset(
         *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "output_scores"),
         *("output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id"),
         *("eos_token_id", "decoder_start_token_id", "num_return_sequences"),
-        # A second forward for each token, with a cache of its own, that moves the logits.
+        # A second forward for each token, with another cache, that changes the logits.
         "guidance_scale",
-        # They choose a mode, or are read in one only.
+        # They choose a mode, or only one mode reads them.
         *("num_beams", "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
         *("constraints", "force_words_ids", "penalty_alpha", "low_memory", "dola_layers"),
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"),
@@ -85,13 +85,13 @@ FIELDS = frozenset(
         *("assistant_ensemble_weight", "speculation_type"),
         # Some of their values are refused.
         *("use_cache", "cache_implementation"),
-        # Read only with caches of other kinds, which are refused, or by other methods.
+        # Read only with other kinds of caches, which are refused, or by other methods.
         *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
         "continuous_batching_config",
         *("_from_model_config", "_commit_hash", "transformers_version"),
     }
 )
-"""Fields of which it is known what they do to the model's cache, beside those refused."""
+"""Configuration fields whose effect on the model's cache is known; ``REFUSED`` has the others."""
 
 ARGUMENTS = frozenset(
     {
@@ -100,41 +100,40 @@ ARGUMENTS = frozenset(
         *("negative_prompt_attention_mask", "tokenizer", "trust_remote_code"),
     }
 )
-"""Arguments of ``generate`` itself that may have any value; ``REFUSED`` names the others."""
+"""Arguments of ``generate`` itself that may have any value; ``REFUSED`` has the others."""
 
 MODEL_ARGUMENTS = frozenset({"attention_mask", "logits_to_keep", "output_router_logits"})
-"""Arguments of the model's forward that change nothing in what its cache holds of each token."""
+"""Arguments of the model's forward that do not change the contents of its cache."""
 
 ROWS_FOLLOWED = frozenset({"greedy_search", "sample"})
-"""Modes in which a row of the batch goes on with its own tokens."""
+"""Modes in which each row of the batch continues its own tokens."""
 
 ROWS_MIXED = frozenset({"beam_search", "beam_sample"})
-"""Modes whose rows change places, so that only what comes before the answers is kept."""
-
+"""Modes whose rows change places, so that only prompts are cached."""
 
 _TOKEN_TYPES = "mm_token_type_ids"
-"""A processor's note of which tokens stand for an image or a video; 0 is text."""
+"""An input by processors of multimodal models: the type of each token, 0 for text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """What one call of ``generate`` will do."""
+    """The options of one call of ``generate`` that the prefix cache reads."""
 
-    overrides: dict[str, Any]  # what ``generate`` is given in the place of an option
-    follows_rows: bool  # a row goes on with its own tokens: states of its answer can be kept
-    is_plain: bool  # a batch can compute it: nothing is returned of the model's cache
-    max_new_tokens: int | None  # of an answer; None: ``max_length`` counts the prompt too
-    max_length: int  # tokens of prompt and answer
+    overrides: dict[str, Any]  # options that ``generate`` gets in the place of the caller's
+    follows_rows: bool  # each row continues its own tokens, so its answer can be cached
+    is_plain: bool  # a batch can compute the call: it returns token ids only
+    max_new_tokens: int | None  # maximum tokens of an answer; None: ``max_length`` limits it
+    max_length: int  # maximum tokens of prompt and answer
     eos_token_ids: tuple[int, ...]  # tokens that end an answer
-    pad_token_id: int | None  # what fills prompts up, if anything is configured
+    pad_token_id: int | None  # the padding token, if one is configured
 
 
 def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
-    """Decide whether a call can be served, by the configuration that ``generate`` will use.
+    """Return the options of a call, or refuse them, by the configuration ``generate`` will use.
 
-    That joins what the caller gave, his ``generation_config``, the model's, and the library's
-    defaults. The library joins them in one method, which is called here with what ``generate`` will
-    call it with: so it cannot come to another result. Nothing of ``options`` is changed.
+    This configuration joins the caller's options and ``generation_config``, the model's, and the
+    defaults of transformers. The same method of transformers joins them here with the same
+    arguments, so the result is the same. ``options`` is not changed.
     """
     mode, config, own, model_arguments = _join(model, options)
     unknown = [name for name in own if name not in ARGUMENTS]
@@ -155,7 +154,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     eos = _as_ids(config.eos_token_id)
     pad = _as_ids(config.pad_token_id) or eos
     return ServedOptions(
-        # "dynamic" is what the cache hands over, and generate refuses to be told so then.
+        # generate refuses "dynamic" together with a cache, and it is given a dynamic cache.
         {} if config.cache_implementation is None else {"cache_implementation": None},
         follows_rows,
         follows_rows and is_plain,
@@ -167,7 +166,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
 
 
 def max_new_tokens(model: Any, config: Any) -> int | None:
-    """Return the most tokens of an answer; None: ``max_length`` counts the prompt too."""
+    """Return the maximum tokens of an answer; None: ``max_length`` limits prompt and answer."""
     own, default = model.generation_config.max_length, config._get_default_generation_params()
     is_default = own is None and config.max_length == default["max_length"]
     given: int | None = config.max_new_tokens
@@ -175,7 +174,7 @@ def max_new_tokens(model: Any, config: Any) -> int | None:
 
 
 def has_own_code(options: Mapping[str, Any]) -> bool:
-    """Say whether code of the caller decides about tokens."""
+    """Return whether the caller's own code chooses tokens or stops the call."""
     lists = [options.get(name) or [] for name in ("logits_processor", "stopping_criteria")]
     if not all(isinstance(each, list) for each in lists):
         return True
@@ -184,9 +183,9 @@ def has_own_code(options: Mapping[str, Any]) -> bool:
 
 
 def without_text_types(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without token types that say that all tokens are text.
+    """Return the options without token types if all tokens are text.
 
-    Processors of multimodal models add them to each prompt; ``generate`` does the same without.
+    Processors of multimodal models add them to each prompt; ``generate`` does not need them.
     """
     types = options.get(_TOKEN_TYPES)
     if not isinstance(types, torch.Tensor) or types.any():
@@ -197,7 +196,7 @@ def without_text_types(options: dict[str, Any]) -> dict[str, Any]:
 def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """Return the configuration of a batch's answers, joined as ``generate`` joins it, or refuse it.
 
-    ``options`` change the ``config`` that was given, or the model's where it is None.
+    ``options`` override fields of ``config``, or of the model's configuration if it is None.
     """
     mode, joined, own, left = _join(model, {**options, "generation_config": config})
     unknown = sorted({*own, *left} - {"generation_config"})
@@ -225,9 +224,9 @@ def join_config(model: Any, config: Any) -> Any:
 
 
 class OptionsReader:
-    """Reads the options of a model's calls, and knows those of the last call again.
+    """Reads the options of a model's calls; reuses the last result if they are the same.
 
-    Joining configurations takes the library half a millisecond.
+    Transformers needs half a millisecond to join configurations.
     """
 
     def __init__(self, model: Any) -> None:
@@ -236,24 +235,24 @@ class OptionsReader:
         self._served: ServedOptions | None = None
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
-        """Do what ``read_options`` does."""
+        """Return the result of ``read_options``."""
         _check_ranks(self._model)
         asked = self._what_is_read(options)
         with suppress(Exception):  # tensors of several elements cannot be compared, for example
             if self._served is not None and bool(asked == self._asked):
                 return self._served
         served = read_options(self._model, options)
-        with suppress(Exception):  # what cannot be copied is read anew each time
+        with suppress(Exception):  # options that cannot be copied are read in each call
             self._asked, self._served = copy.deepcopy(asked), served
         return served
 
     def _what_is_read(self, options: Mapping[str, Any]) -> object:
-        """Return all that the result depends on, to be compared with what it was."""
+        """Return all values that the result depends on, for comparison with the last call's."""
         given = options.get("generation_config")
         values = {
             name: value is None if name in _UNREAD else value for name, value in options.items()
         }
-        # The object itself is a value too; what is in it counts.
+        # The object's contents are compared, not its identity.
         values.pop("generation_config", None)
         own = self._model.generation_config
         parts = [values, getattr(given, "__dict__", {}), getattr(own, "__dict__", {})]
@@ -263,7 +262,7 @@ class OptionsReader:
 
 
 _UNREAD = (ARGUMENTS - {"generation_config"}) | {"attention_mask"}
-"""What is passed on, whatever it is."""
+"""Options whose values are passed on unread."""
 
 _READ_BY = ("generate", "_sample", "_prepare_generation_config")
 """The model's methods that read the options."""
@@ -277,15 +276,15 @@ def _refuse(values: Mapping[str, Any]) -> None:
 
 
 def _arguments_of_generate(model: Any) -> frozenset[str]:
-    """Name what ``generate`` takes itself, before it reads the configuration."""
+    """Return the names of arguments that ``generate`` takes before it joins configurations."""
     parameters = inspect.signature(model.generate).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    # These it takes out of its keyword arguments.
+    # ``generate`` takes these out of its keyword arguments.
     return frozenset(named | {"tokenizer", "assistant_tokenizer", "trust_remote_code"})
 
 
 def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, list[str], dict[str, Any]]:
-    """Do what ``_prepare`` does, and refuse what is set of it; return the generation mode, too."""
+    """Return the generation mode and the results of ``_prepare``; raise for refused options."""
     _refuse(options)
     config, own, model_arguments = _prepare(model, options)
     _refuse(vars(config))
@@ -296,7 +295,7 @@ def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, list[str], 
 def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, list[str], dict[str, Any]]:
     """Return the configuration that ``generate`` will use.
 
-    Also the options that are its own arguments, but None, and what it will pass to the model.
+    Return also its own arguments that are not None, and those that it will pass to the model.
     """
     given = options.get("generation_config")
     if given is not None and not isinstance(given, transformers().GenerationConfig):
@@ -343,9 +342,9 @@ def _check_cache(config: Any) -> None:
 
 
 def _is_known(config: Any) -> bool:
-    """Say whether all that is set was known when this was written.
+    """Return whether all configuration fields with a value are in the lists above.
 
-    A field that a newer version has added may change what the states of an answer are.
+    A field that a newer version has added may change the states of an answer.
     """
     unset = _new_fields(transformers().GenerationConfig)
     return all(getattr(config, name, value) in (None, False, value) for name, value in unset)
@@ -353,9 +352,9 @@ def _is_known(config: Any) -> bool:
 
 @lru_cache
 def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the fields that no list above has, with the values of a call that sets none.
+    """Return the fields of a configuration class that no list above has, with their defaults.
 
-    What a model's own configuration has beside declared fields, the library does not read.
+    Transformers does not read undeclared fields of a model's own configuration.
     """
     values: dict[str, Any] = {**vars(kind()), **kind._get_default_generation_params()}
     known = FIELDS | REFUSED.keys()
@@ -363,7 +362,7 @@ def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def has_librarys_loop(model: Any) -> bool:
-    """Say whether ``model.generate`` is the library's, and the loop that it runs."""
+    """Return whether ``model.generate`` and its decoding loop are those of transformers."""
     library, kind = transformers().GenerationMixin, type(model)
     loop = ("generate", "_sample")
     return all(getattr(kind, name, None) is getattr(library, name) for name in loop)
@@ -383,5 +382,5 @@ def _check_ranks(model: Any) -> None:
 
 
 def _as_ids(ids: Any) -> tuple[int, ...]:
-    """Read special tokens as they may be configured: an id, several, a tensor, or None."""
+    """Return configured special tokens, an id, a list, a tensor or None, as a tuple."""
     return () if ids is None else tuple(torch.as_tensor(ids, device="cpu").flatten().tolist())
