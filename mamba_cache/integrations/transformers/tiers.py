@@ -1,4 +1,4 @@
-"""Prefixes in host memory, on disk and in a store, below those beside the model."""
+"""The tiers of a ``PrefixCache``: prefixes in host memory, on disk and in a store."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from mamba_cache.tiers.lower import LowerTier
 __all__ = ["PrefixTiers"]
 
 _DEADLINE_SECONDS: Final = 10.0
-"""How long a call waits for disk and store at most."""
+"""Maximum time that a call waits for disk and store."""
 
 _RETRY_SECONDS: Final = 60.0
-"""After which disk and store are tried again though an earlier load has not ended."""
+"""Time after which disk and store are tried again although an earlier load has not finished."""
 
 _END_SECONDS: Final = 5.0
 
 _UNDAMAGED: Final = frozenset({Refusal.ABORTED, Refusal.TIMEOUT, Refusal.IO_ERROR})
-"""Why an entry that may be found again was not brought."""
+"""Reasons for which a load failed although the entry may be undamaged."""
 
 _KERNEL_PACKAGES: Final = (
     "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
@@ -52,11 +52,11 @@ _KERNEL_PACKAGES: Final = (
 class PrefixTiers(Tiering):
     """The tiers below one prefix cache.
 
-    What becomes findable is copied to host memory when its call is over, and from there to the
-    disk and to the store. A prompt of which more lies below than beside the model has that
-    brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
-    time. For the disk and the store a call waits only where they are not known to be slower than
-    the model, and no longer than the model would take; what comes later stays in host memory.
+    Published blocks and states are copied to host memory at the end of their call, and from there
+    to disk and store. If the tiers have a longer prefix of a prompt than the GPU, this prefix is
+    loaded before the prompt is matched. Both copies block the thread, because a prefix cache serves
+    one call at a time. A call waits for disk and store unless they are known to be slower than the
+    model, and no longer than the model would take. Later arrivals stay in host memory.
     """
 
     def __init__(self, store: PrefixStore, runner: ModelRunner) -> None:
@@ -89,11 +89,11 @@ class PrefixTiers(Tiering):
             is_waited_for=True,
         )
         self._remote = self.store
-        for tier in reversed(self.lower_tiers):  # that of the disk, if there is one, is kept
+        for tier in reversed(self.lower_tiers):  # ends with the disk, if there is one
             self._closes = weakref.finalize(self, _end, tier)
 
     def _take_weights(self) -> None:
-        """Take the weights as they are now, and open the disk tier for them."""
+        """Read the digest of the present weights, and open the disk tier for it."""
         weights = self._runner.fingerprint.weights_digest()
         self._knows_weights = weights is not None
         identity = self._identity_with(weights or f"unknown {secrets.token_hex(16)}")
@@ -104,14 +104,14 @@ class PrefixTiers(Tiering):
             self._closes = weakref.finalize(self, _end, self.disk)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
-        """Return what stands in block hashes for the model's settings, in all processes.
+        """Return the key of the model's settings for block hashes.
 
-        In this one ``lora_id`` stands for them, the fingerprint's key.
+        With disk or store it is the same in all processes, unlike ``lora_id``, the fingerprint's.
         """
         fingerprint: ModelFingerprint = self._runner.fingerprint
-        if not self._knows_weights:  # they could not be read at the reset: in training mode
+        if not self._knows_weights:  # the reset could not read them, as in training mode
             self._take_weights()
-        if fingerprint.foreign is not None:  # nothing is found again under this key
+        if fingerprint.foreign is not None:  # no later call has this random key
             self._key = None
             return lora_id
         if lora_id not in self._keys:
@@ -121,7 +121,7 @@ class PrefixTiers(Tiering):
 
     @property
     def _takes_offers(self) -> bool:
-        # Not what is computed in dtypes of its own: others would not find it as it is.
+        # Entries in other dtypes than the layout's would not be restored exactly elsewhere.
         is_alike = self._key not in self._store.live_dtypes
         return self._key is not None and is_alike
 
@@ -129,22 +129,22 @@ class PrefixTiers(Tiering):
         return super()._tenant(None)  # digests have the salt
 
     def spill(self) -> None:
-        """Copy what was offered, as far as it is still there, and offer it to the disk."""
+        """Copy offered entries that are still cached to host memory, and offer them to the disk."""
         if self.num_offers:
             self.pump()
             self.transfers.wait()
             self.poll()
 
     def bring(self, sequence: CachedSequence, min_computed: int) -> None:
-        """Bring the prefix of a sequence from below with which it is computed soonest.
+        """Load the prefix of a sequence from the tiers with which it is computed soonest.
 
-        ``min_computed`` of its tokens are left to compute.
+        At least ``min_computed`` of its tokens are left to compute.
         """
         self.poll()
         if self._key is None:
             return
         usable = sequence.num_known - min_computed
-        # What is damaged is not found again: another boundary may be.
+        # A damaged entry is removed, so a second try may find another boundary.
         if self.lower_tiers and self._may_fetch() and self._fetch(sequence, usable):
             self._fetch(sequence, usable)
         while True:
@@ -154,17 +154,17 @@ class PrefixTiers(Tiering):
             usable = match.skip_tokens - 1
 
     def _may_fetch(self) -> bool:
-        """Say whether no earlier load is under way, for which disk and store are too slow."""
+        """Return whether disk and store may be asked: not while an earlier, slow load runs."""
         is_idle = self._prefetch is None or self._prefetch.is_over
         return is_idle or time.monotonic() - self._fetched_at >= _RETRY_SECONDS
 
     def _matched(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
-        """Match a sequence of which ``usable`` tokens may be skipped."""
+        """Match a sequence; at most ``usable`` of its tokens may be skipped."""
         least = self._config.min_computed_tokens
         return self._store.index.match(sequence.chain.digests, usable + least, least)
 
     def _fetch(self, sequence: CachedSequence, usable: int) -> bool:
-        """Bring what disk and store have to host memory; say whether it was damaged."""
+        """Load entries from disk and store to host memory; return whether one was damaged."""
         match = self.extend(self._matched(sequence, usable), sequence.hashes)
         self._fetched_at = time.monotonic()
         self._prefetch = self.prefetch(None, match, self._entries(sequence), _DEADLINE_SECONDS)
@@ -174,7 +174,7 @@ class PrefixTiers(Tiering):
         return self._prefetch.is_over and not _UNDAMAGED.issuperset(self._prefetch.refusals)
 
     def _load(self, sequence: CachedSequence, match: PrefixMatch, load: PlannedLoad) -> bool:
-        """Bring what a match loads to blocks and a slot; say whether it is findable there."""
+        """Load a match's entries to blocks and a slot; return whether they are findable there."""
         store, depth = self._store, match.state_matched_blocks
         kv_blocks, index = store.kv_blocks, store.index
         held, reserved = list(match.block_ids[:depth]), list[Checkpoint]()
@@ -208,32 +208,32 @@ class PrefixTiers(Tiering):
             index.cancel(reserved)
 
     def let_go(self) -> None:
-        """Take back what a call held that broke off."""
+        """Drop all offers, copies and prefetches of a call that raised."""
         self._prefetch = None
         super().let_go()
 
     def reset(self) -> None:
-        """Forget what host memory holds. What is on the disk stays, and is found again."""
+        """Empty host memory. Entries on disk stay and can be found again."""
         self._prefetch = None
         super().reset()
         self._keys.clear()
 
     def take_weights(self) -> None:
-        """Take the weights as they are from now on: of others nothing below is found."""
+        """Take the present weights as the expected ones: entries of others are no longer found."""
         self.flush()
         if self.disk is not None:
             self.disk = None
-            self._closes()  # and forgets it, which would live as long as this otherwise
+            self._closes()  # closes the tier, and drops the finalizer's reference to it
         self.reset()
         self._take_weights()
 
     def close(self) -> None:
-        """Write what is still to be written, and give everything back."""
+        """Finish waiting writes, and free all memory."""
         super().close()
         self.host.close()
 
     def _identity_with(self, weights: str) -> CacheIdentity:
-        """Return what entries of this model have in common in all processes."""
+        """Return the identity of this model's entries, the same in all processes."""
         layout = self._store.layout
         versions = {name: installed_version(name) for name in _KERNEL_PACKAGES}
         kernels = [f"{name} {version}" for name, version in versions.items() if version]
@@ -249,6 +249,6 @@ class PrefixTiers(Tiering):
 
 
 def _end(tier: LowerTier) -> None:
-    """Close a tier, also as the process ends, once it has written what it was given."""
+    """Finish a tier's writes and close it; also called at the end of the process."""
     tier.flush(_END_SECONDS)
     tier.close()
