@@ -1,4 +1,4 @@
-"""The memory of a cache: KV blocks, slots, pins that keep prompts there, and statistics of it."""
+"""The memory of a cache: KV blocks, slots, pins that keep prompts cached, and statistics."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _ADVICE = "unpin another prompt, or raise max_pinned_share"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A prompt that stays cached.
+    """A handle of a pinned prompt.
 
     Attributes:
-        num_tokens: Tokens that a request which begins with it need not compute.
-        expires_at: When it ends, as the clock reads then; None: when it is given back.
+        num_tokens: Length of the pinned prefix, which requests can skip.
+        expires_at: Time of the clock at which the pin ends; None: only ``unpin`` ends it.
     """
 
     num_tokens: int
@@ -71,10 +71,10 @@ class Pin:
 
 
 class Pins:
-    """Holds blocks and slots of pinned prompts, up to a share of all.
+    """Holds blocks and slots of pinned prompts, up to a share of all blocks and slots.
 
-    Of a pinned prompt its blocks are held, and the slot of its last state is pinned. Other states
-    on its blocks may be evicted as before.
+    A pin holds the prompt's blocks and the slot of its last state. Other states on these blocks can
+    still be evicted.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Pins:
         self._slots = slots
         self._max_share = max_share
         self._clock = clock
-        self.held: dict[Pin, None] = {}  # the oldest first
-        self._soonest = math.inf  # when the next pin ends
+        self.held: dict[Pin, None] = {}  # oldest first
+        self._soonest = math.inf  # time at which the next pin ends
         self._expire_due = weak_callback(self.expire_due)
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
-        """[pool_size] how many pins hold each block."""
+        """[pool_size] number of pins that hold each block."""
 
     @property
     def _guard(self) -> CallGuard:
@@ -101,20 +101,20 @@ class Pins:
 
     @property
     def current(self) -> tuple[Pin, ...]:
-        """The pins that are not over, the oldest first."""
+        """The pins that have not ended, oldest first."""
         now = self._clock()
         return tuple(pin for pin in self.held if not self._is_over(pin, now))
 
     @property
     def leases(self) -> list[SlotLease]:
-        """The slots that are pinned, each as often as it is."""
+        """The lease of each pin."""
         return [pin._lease for pin in self.held]
 
     @guarded(nests=True)
     def add(
         self, block_ids: Sequence[int], num_tokens: int, ttl_seconds: float | None = None
     ) -> Pin:
-        """Pin a prompt that is cached."""
+        """Pin a cached prompt."""
         if ttl_seconds is not None:
             ttl_seconds = check_number("ttl_seconds", ttl_seconds, maximum=_LONGEST)
         if not block_ids:
@@ -142,10 +142,10 @@ class Pins:
         return pin
 
     def _check_share(self, blocks: npt.NDArray[np.intp], slot: int) -> None:
-        """Check that a further pin holds no more than pins may."""
+        """Check that all pins with a further one stay within their share."""
         num_new = int(np.count_nonzero(self.references[blocks] == 0))
-        most = int(self._max_share * (self._kv_blocks.pool_size - 1))
-        left = most - int(np.count_nonzero(self.references))
+        max_blocks = int(self._max_share * (self._kv_blocks.pool_size - 1))
+        left = max_blocks - int(np.count_nonzero(self.references))
         if num_new > left:
             raise BlockCapacityError(num_new, left, f"for pins; {_ADVICE}")
         slots = {lease.slot for lease in self.leases}
@@ -154,32 +154,32 @@ class Pins:
 
     @guarded(nests=True)
     def remove(self, pin: Pin) -> None:
-        """End a pin; one that is over already is passed over."""
+        """End a pin; ignore a pin that has ended already."""
         check_kind("pin", pin, Pin)
         self.expire()
         if pin in self.held:
             self._end(pin)
 
     def expire_due(self) -> None:
-        """End the pins whose time is up. The guard calls it in each call while one has an end."""
+        """End expired pins. The guard calls this before each call, while a pin has an expiry."""
         if self._soonest <= self._clock():
             self.expire()
 
     @guarded(nests=True)
     def expire(self) -> None:
-        """End the pins whose time is up, and those whose states were removed."""
+        """End the pins that have expired, and the pins whose states were removed."""
         now = self._clock()
         for pin in [pin for pin in self.held if self._is_over(pin, now)]:
             self._end(pin)
 
     def forget(self) -> None:
-        """Forget all pins: the owner of the blocks and slots has taken all of them back."""
+        """Forget all pins, after the owner of blocks and slots has reset them."""
         self.held.clear()
         self._look_ahead()
         self.references.fill(0)
 
     def check_invariants(self) -> None:
-        """Prove that the references are those of the pins."""
+        """Check that ``references`` has the blocks of all pins."""
         references = np.zeros_like(self.references)
         for pin in self.held:
             references[list(pin._block_ids)] += 1
@@ -206,43 +206,43 @@ class Pins:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CacheStats:
-    """Totals since the context was made or reset.
+    """Counters since the context was made or reset, and present numbers of blocks and slots.
 
-    A request is counted when its first step is committed, so one that is aborted and added again
+    A request is counted when its first step is committed. A request that is aborted and added again
     counts once. Each hit restores one state.
 
-    They may be read from any thread, also while a call runs; what is counted now need not add up
-    then.
+    Any thread may read the statistics, also during a call. Then the present numbers may contradict
+    each other.
 
     Attributes:
-        requests: Requests that began to run; a resumed one counts again.
-        hits: Those that skipped tokens.
-        misses: The others, by reason.
+        requests: Requests that began to run; a resumed request counts again.
+        hits: Requests that skipped tokens.
+        misses: Requests that skipped no tokens, by reason.
         kv_matched_blocks: Blocks found cached.
         state_matched_blocks: Blocks skipped because a state was restored.
         skipped_tokens: Prompt tokens not computed again.
-        computed_tokens: Tokens computed in committed steps, prefill and decode, with the drafts
-            that were not accepted; those of a decoding request once its step is collected.
-        saved_states: States that became findable.
-        refused_states: States not computed because the slots' policy held others worth more.
+        computed_tokens: Tokens computed in committed steps, prefill and decode, including drafts
+            that were not accepted. Decoded tokens count once their step is collected.
+        saved_states: States that were published.
+        refused_states: States not saved because the slots' policy rated others higher.
         skipped_checkpoints: States not saved because no slot or no room in the step was left.
         unwritten_states: States not published because a layer of the model did not hand over its
             part: 0, unless there is a bug in the model's layers.
-        evicted_blocks: Cached KV blocks evicted for others.
-        evicted_slots: Saved states evicted for others.
-        aborted_steps: Steps taken back.
-        preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
-        self_resets: Times that a ``PrefixCache`` reset itself, because an exception of another
-            package broke off a change of its bookkeeping.
-        forks: Requests made by ``fork``, which are not among ``requests`` unless they are resumed.
-        free_blocks: KV blocks that hold nothing, now.
-        cached_blocks: KV blocks that hold a prefix and belong to no request, now.
-        used_blocks: KV blocks of requests, now.
-        free_slots: Slots that hold nothing, now.
-        reserved_slots: Slots taken for states that are being computed, now.
-        cached_slots: Slots that hold a state, now.
-        bytes_per_slot: What one slot holds, in bytes.
-        bypasses: Calls of a ``PrefixCache`` that neither used the cache nor filled it, by reason:
+        evicted_blocks: Cached KV blocks evicted to make room.
+        evicted_slots: Saved states evicted to make room.
+        aborted_steps: Steps that were aborted.
+        preemptions: Calls of ``preempt``, without requests of aborted steps.
+        self_resets: How often a ``PrefixCache`` reset itself, after an exception of another package
+            during a change of its bookkeeping.
+        forks: Requests made by ``fork``, which count in ``requests`` only when resumed.
+        free_blocks: Present number of empty KV blocks.
+        cached_blocks: Present number of KV blocks with a prefix and without references.
+        used_blocks: Present number of KV blocks with references.
+        free_slots: Present number of empty slots.
+        reserved_slots: Present number of slots reserved for states that are not written yet.
+        cached_slots: Present number of slots with a state.
+        bytes_per_slot: Size of one slot in bytes.
+        bypasses: Calls of a ``PrefixCache`` that neither used nor filled the cache, by reason:
             "forward hook", "replaced method", "registered function" and "foreign attribute" for
             foreign code in the model, "hidden tokens" for a mask that hides tokens of a prompt.
     """
@@ -280,18 +280,18 @@ class CacheStats:
 
     def __repr__(self) -> str:
         counts = {each.name: getattr(self, each.name) for each in fields(self)}
-        said = [f"hit_rate={self.hit_rate:.3g}", *(f"{k}={v}" for k, v in counts.items() if v)]
-        return f"CacheStats({', '.join(said)})"
+        shown = [f"hit_rate={self.hit_rate:.3g}", *(f"{k}={v}" for k, v in counts.items() if v)]
+        return f"CacheStats({', '.join(shown)})"
 
 
 class CacheMemory:
-    """KV blocks and slots, their tensors, and what is kept of them.
+    """KV blocks and slots with their tensors, and the index, pins and verifier over them.
 
-    A context makes its own, or runs over that of an owner who computes prefixes of the same model.
-    An owner puts both behind a guard and holds none of them while a call of the context runs,
-    beside what is cached. It reads a state by a copy that is enqueued at once. So of its memory a
-    slot may be evicted although its block is held: the state that a prompt resumes from makes room
-    for the one at its end.
+    A context makes its own memory, or shares that of an owner that computes prefixes of the same
+    model. Such an owner shares one guard with the context, and holds no blocks or slots while a
+    call of the context runs. An owner copies a state as soon as it is found. So its slots may be
+    evicted while their blocks are held: the state that a prompt resumes from makes room for the
+    state at the prompt's end.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class CacheMemory:
         self.use(slots)
 
     def use(self, slots: SlotPool) -> None:
-        """Save states in these slots, over the same KV blocks, from now on."""
+        """Use these slots, over the same KV blocks; create pins, verifier and index for them."""
         config = self.config
         self.slots = slots
         share = config.max_pinned_share
@@ -383,18 +383,18 @@ class CacheMemory:
 
     @property
     def allocator(self) -> MambaSlotAllocator:
-        """The slots, which have tensors until their owner gives these back."""
-        assert isinstance(self.slots, MambaSlotAllocator), "the memory is given back"
+        """The slots with tensors; an owner may have released the tensors."""
+        assert isinstance(self.slots, MambaSlotAllocator), "the tensors are released"
         return self.slots
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards."""
+        """Use ``guard`` for blocks, slots and index."""
         self.kv_blocks.join(guard)
         self.slots.join(guard)
         self.index.join(guard)
 
     def read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
-        """Return what is saved of a prefix: its state, and the KV of its tokens."""
+        """Return the saved state of a prefix, and the KV of its tokens."""
         states = {name: t[:, slot] for name, t in self.allocator.states.tensors.items()}
         if self.kv_cache is None:
             return PrefixContent(states)
@@ -402,7 +402,7 @@ class CacheMemory:
 
     @guarded(nests=True, changes=True)
     def _remove(self, kind: EntryKind, block: int, request: Request, digest: bytes) -> None:
-        """Make an entry unfindable, on the GPU and below."""
+        """Remove an entry from the GPU and from all tiers."""
         if kind is EntryKind.STATE:
             self.slots.invalidate_block(block)
         else:
@@ -410,8 +410,8 @@ class CacheMemory:
         self.index.tiers.remove(kind, request.cache_salt, digest)
 
     def clear(self) -> None:
-        """Forget every prefix, pin and count."""
-        # Before the KV blocks, which tell the slots: these may contradict each other.
+        """Remove all prefixes and pins, and reset all counters."""
+        # Slots first: kv_blocks.reset calls them, and their tables may contradict each other.
         self.slots.reset()
         self.pins.forget()
         self.kv_blocks.reset()
@@ -419,7 +419,7 @@ class CacheMemory:
         self.verifier.reset()
 
     def stats(self) -> CacheStats:
-        """Return what the cache did so far and what it holds now."""
+        """Return counters of the cache and its present contents."""
         counters, kv_blocks, slots = self.counters, self.kv_blocks, self.slots
         known: dict[str, Any] = {
             "misses": {reason.value: n for reason in MissReason if (n := counters[reason])},
@@ -441,7 +441,7 @@ class CacheMemory:
 
 
 def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
-    """Return the KV blocks of the pool, the dummy block included."""
+    """Return the number of KV blocks in the pool, with the dummy block."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks + 1
     if kv_spec is None:

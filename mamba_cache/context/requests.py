@@ -1,4 +1,4 @@
-"""Requests: what a caller asks for, and what the context keeps of each while it runs."""
+"""Requests: preparation (checks and hashes), and the records of running requests."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request whose tokens are checked and hashed, so that it can be matched again cheaply.
+    """A request whose tokens are checked and hashed, for several matches.
 
     Made by ``DynamicInferenceContext.prepare``.
 
     Attributes:
         request: The request.
         tokens: [prompt length] int32 prompt tokens, on the CPU; read-only.
-        chain: What ``hashes`` are from, not to be appended to.
+        chain: The hash chain behind ``hashes``; do not append to it.
     """
 
     request: Request
@@ -60,24 +60,24 @@ class PreparedRequest:
 
     @property
     def hashes(self) -> BlockHashes:
-        """Hashes of the prompt's complete blocks; none if prefix caching is off."""
+        """Hashes of the prompt's complete blocks; empty if prefix caching is disabled."""
         return self.chain.hashes
 
 
 class RequestPreparer:
-    """Checks of tokens, and hashes of their blocks, by a context's settings."""
+    """Checks tokens and hashes their blocks, by a context's settings."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
-        # Keys, tokens and chain of the last request: those that come together often begin alike.
-        # One tuple: after an interrupt, too, they belong together.
+        # Keys, tokens and chain of the last request: the next one often begins with equal tokens.
+        # One tuple, so that the three belong together even after an interrupt.
         self._last_read: tuple[tuple[object, ...], TokenArray, BlockHashChain] | None = None
 
     def read(
         self, request: Request | PreparedRequest
     ) -> tuple[Request, TokenArray, BlockHashChain]:
-        """Return a request, its tokens, checked, and the chain of its complete blocks."""
+        """Return a request, its checked tokens, and the hash chain of its complete blocks."""
         if isinstance(request, PreparedRequest):
             if request._maker is not self:
                 raise InvalidArgumentError(
@@ -89,7 +89,7 @@ class RequestPreparer:
             raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
         tokens: TokenArray = self.read_tokens(request.prompt_tokens)
         if not isinstance(request.prompt_tokens, (list, tuple)):
-            tokens = tokens.copy()  # the caller may write into theirs
+            tokens = tokens.copy()  # the caller may overwrite its array
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
         limit = self._config.max_sequence_length
@@ -107,16 +107,16 @@ class RequestPreparer:
         return request, tokens, self._chain_of(request, tokens)
 
     def _chain_of(self, request: Request, tokens: TokenArray) -> BlockHashChain:
-        """Return the chain of a request's complete blocks; of none if prefix caching is off.
+        """Return the hash chain of a request's complete blocks; empty without prefix caching.
 
-        What it has in common with the last request of the same keys is not hashed again.
+        The common prefix with the last request of equal keys is not hashed again.
         """
         size, salt, lora_id = self._config.block_size_tokens, request.cache_salt, request.lora_id
-        # 1 and True are equal, and so may other keys of two types be.
+        # With types: 1 and True are equal, and other keys of two types may be.
         keys, start = (type(salt), salt, type(lora_id), lora_id, request.multimodal_keys), 0
         last = self._last_read
         if last is not None and last[0] == keys:
-            # Most prompts differ in their first block, which is compared in a tenth of the time.
+            # Most prompts differ in the first block; comparing it alone takes a tenth of the time.
             if tokens[:size].tobytes() == last[1][:size].tobytes():
                 start = _num_alike(tokens, last[1]) // size * size
             chain = last[2].copy(start // size)
@@ -134,14 +134,14 @@ class RequestPreparer:
         return chain
 
     def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
-        """Say whether all ints of an array of any shape are token ids."""
-        # One pass: the bits of all ids together make a valid id if and only if each of them is one.
+        """Return whether all ints of an array of any shape are token ids."""
+        # One pass: the bitwise or of all ids is a valid id if and only if each id is valid.
         bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
         is_below = limit is None or bits < limit or int(array.max()) < limit
         return 0 <= bits <= MAX_TOKEN_ID and is_below
 
     def read_tokens(self, tokens: object) -> TokenArray:
-        """Return tokens as an int32 array, which may share their memory."""
+        """Return checked tokens as an int32 array, which may share their memory."""
         array: TokenArray = as_token_array(tokens)
         limit = self._config.vocab_size
         if limit is not None and len(array) and int(array.max()) >= limit:
@@ -152,7 +152,7 @@ class RequestPreparer:
 
 
 def _num_alike(tokens: TokenArray, others: TokenArray) -> int:
-    """Return with how many of the same tokens two prompts begin; none is empty."""
+    """Return the length of the common prefix of two prompts; neither is empty."""
     count = min(len(tokens), len(others))
     differs = tokens[:count] != others[:count]
     first = int(differs.argmax())
@@ -160,62 +160,62 @@ def _num_alike(tokens: TokenArray, others: TokenArray) -> int:
 
 
 class RequestStatus(Enum):
-    """Where a request stands between two steps."""
+    """Status of a request between two steps."""
 
     SCHEDULED = "scheduled"
-    """A chunk of its tokens is computed in the next step."""
+    """The request has a chunk for the next step."""
 
     PREFILLING = "prefilling"
-    """More of its tokens must be scheduled."""
+    """The request needs ``schedule_prefill`` for its next chunk."""
 
     DECODING = "decoding"
-    """It decodes one token in every step."""
+    """The request decodes, one token in each step, or several with drafts."""
 
     PREEMPTED = "preempted"
-    """It gave its memory back; ``resume_request`` brings it on again."""
+    """The request has released its memory; ``resume_request`` admits it again."""
 
 
 @dataclass(slots=True, eq=False)
 class PlannedLoad:
-    """What a request's first chunk is loaded from the host tier for."""
+    """A load from the host tier that a request's first chunk resumes from."""
 
-    leases: list[RowLease]  # rows that it reads: of KV blocks in order, then of the state
-    first_block: int  # which of the request's blocks the first of them is loaded to
+    leases: list[RowLease]  # on the host rows: of KV blocks in order, then of the state
+    first_block: int  # index in the request of the first loaded block
     blocks: list[int] = field(default_factory=list)  # the KV blocks that are loaded
     checkpoint: Checkpoint | None = None
-    ticket: Ticket | None = None  # the copies, once they are enqueued
-    first_job: int = 0  # which of them is the first of this request
-    is_damaged: bool | None = None  # whether other bytes came than were written, once that is known
+    ticket: Ticket | None = None  # of the copies, once they are enqueued
+    first_job: int = 0  # index of this request's first copy in the ticket
+    is_damaged: bool | None = None  # whether the loaded bytes are wrong; None: not verified yet
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks among ``leases``."""
+        """Number of KV blocks among ``leases``."""
         return len(self.leases) - 1
 
     @property
     def current_checkpoint(self) -> Checkpoint:
-        """Where the state is loaded to, once a slot is reserved for it."""
-        assert self.checkpoint is not None, "it has a slot since it was admitted"
+        """The checkpoint that the state is loaded to, once its slot is reserved."""
+        assert self.checkpoint is not None, "admission has reserved the slot"
         return self.checkpoint
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """What the next step computes of a request's prompt.
+    """The tokens of a request's prompt that the next step computes.
 
-    Nothing of it is changed once its step has begun.
+    A chunk does not change once its step has begun.
     """
 
     row: int  # the request's row in the block tables
-    start: int  # tokens of the sequence before it
-    token_ids: TokenArray  # [n] its tokens
-    first_writable: int = 0  # keys and values before this position are shared and filled already
-    is_first: bool = False  # the live state must be restored or zeroed before
-    samples: bool = False  # it ends at the last known token, so that the next one is sampled
-    lease: SlotLease | None = None  # the slot to restore from, if any
+    start: int  # number of tokens of the sequence before the chunk
+    token_ids: TokenArray  # [n] tokens of the chunk
+    first_writable: int = 0  # keys and values before this position are shared, and not written
+    is_first: bool = False  # whether the live state must be restored or zeroed first
+    samples: bool = False  # whether the chunk ends at the last known token: the next is sampled
+    lease: SlotLease | None = None  # on the slot to restore from, if any
     inside: tuple[Checkpoint, ...] = ()  # checkpoints inside the chunk; the forward writes them
-    boundary: Checkpoint | None = None
-    load: PlannedLoad | None = None  # what is loaded from a tier for it, in place of ``lease``
+    boundary: Checkpoint | None = None  # checkpoint at the chunk's end, if any
+    load: PlannedLoad | None = None  # a load from a tier, instead of ``lease``
 
     @property
     def end(self) -> int:
@@ -231,7 +231,7 @@ class Chunk:
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """All checkpoints of the chunk, what is loaded among them."""
+        """All checkpoints of the chunk, including a loaded one."""
         computed = self.inside if self.boundary is None else (*self.inside, self.boundary)
         if self.load is None or self.load.checkpoint is None:
             return computed
@@ -240,13 +240,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(PrefixMatch):
-    """What ``add_request`` found and planned: a match, and what is made of it.
+    """The result of ``add_request``: the match, and the first chunk.
 
-    Of a resumed request prompt and answer so far count as its prompt.
+    For a resumed request the answer so far counts as part of the prompt.
 
     Attributes:
-        request_id: The request's name.
-        chunk_tokens: Tokens computed in the next step.
+        request_id: Id of the request.
+        chunk_tokens: Number of tokens computed in the next step.
     """
 
     request_id: Hashable
@@ -255,15 +255,15 @@ class Admission(PrefixMatch):
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest(CachedSequence):
-    """What is kept of a request beside its row: what a steady decoding step needs nothing of."""
+    """The record of an unfinished request; a steady decoding step uses only its row."""
 
-    request_id: Hashable = field(init=False)  # the caller's name for it
+    request_id: Hashable = field(init=False)  # the caller's id
     status: RequestStatus = RequestStatus.PREEMPTED
-    row: int = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
+    row: int = -1  # row in ``RequestTable`` and of the live states; -1 while preempted
     chunk: Chunk | None = None
-    checkpoint: Checkpoint | None = None  # where it may save a state while it decodes
-    admission: Admission | None = None  # until it is counted
-    decode_lease: SlotLease | None = None  # the newest state saved while it decoded
+    checkpoint: Checkpoint | None = None  # the planned checkpoint of a decoding request
+    admission: Admission | None = None  # until the hit or miss is counted
+    decode_lease: SlotLease | None = None  # on the newest state saved while decoding
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
@@ -276,13 +276,13 @@ class ActiveRequest(CachedSequence):
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The states that it is to save, for each of which a slot is reserved."""
+        """The planned checkpoints, each with a reserved slot."""
         inside = () if self.chunk is None else self.chunk.checkpoints
         return inside if self.checkpoint is None else (*inside, self.checkpoint)
 
     @property
     def current_load(self) -> PlannedLoad:
-        """What is loaded for a chunk that is."""
+        """The load of a chunk that has one."""
         load = self.current_chunk.load
         assert load is not None, f"nothing is loaded for {self.request_id!r}"
         return load
