@@ -1,4 +1,4 @@
-"""The model behind a narrow interface: fresh caches, forwards, and what would make them stale."""
+"""The model behind a narrow interface: fresh caches, forwards and the fingerprint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelRunner:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows."""
+        """The number of token ids in the model's vocabulary."""
         rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
         return rows if isinstance(rows, int) else int(self.config.vocab_size)
 
@@ -66,20 +66,20 @@ class ModelRunner:
             raise InvalidArgumentError("the model must not be in training mode: call model.eval()")
 
     def new_cache(self) -> Any:
-        """Make an empty cache, as ``generate`` does."""
+        """Return an empty cache, of the kind that ``generate`` makes."""
         return transformers().DynamicCache(config=self.config)
 
     def forward(
         self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1
     ) -> torch.Tensor:
-        """Compute tokens of one sequence, from position ``start`` on: see ``forward_rows``."""
+        """Compute tokens of one sequence from position ``start`` on: see ``forward_rows``."""
         ids = torch.from_numpy(np.array(tokens, dtype=np.int64)[None])
         ids = to_device(ids, self.model.device)
         positions = torch.arange(start, start + len(tokens), device=ids.device)
         return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
 
     def try_out(self) -> None:
-        """Compute a few tokens, at once and then one more."""
+        """Compute three tokens at once and then one more."""
         cache = self.new_cache()
         self.forward([0, 1, 2], cache, 0)
         self.forward([3], cache, 3)
@@ -96,16 +96,16 @@ class ModelRunner:
         *,
         logits_to_keep: int = 1,
     ) -> torch.Tensor:
-        """Compute tokens of several sequences, equally many of each, and return their logits.
+        """Compute n tokens of each of several sequences, and return their logits.
 
         ``ids`` and ``positions`` are [rows, n] int64 on the model's device. Logits are [rows,
-        tokens, vocabulary] of the last ``logits_to_keep`` tokens (0: of all), or of all where the
-        model cannot leave out the others.
+        tokens, vocabulary] of the last ``logits_to_keep`` tokens; of all tokens if that is 0 or the
+        model does not take this argument.
         """
         options: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
         if "logits_to_keep" in self._accepts:
             options["logits_to_keep"] = logits_to_keep
-        if "position_ids" in self._accepts:  # not every model counts on from its cache
+        if "position_ids" in self._accepts:  # not every model takes positions from its cache
             options["position_ids"] = positions
         with torch.no_grad():
             output = self.call(input_ids=ids, **options)
@@ -118,8 +118,8 @@ class ModelRunner:
         return getattr(self.model, "_compiled_call_impl", None) is not None
 
     def call(self, **inputs: Any) -> Any:
-        """Call the model; a ``Generation`` replaces this by the forward that it stands in for."""
-        # Parts of prompts have any length, and each new one would be compiled for itself.
+        """Call the model; ``Generation`` replaces this method by the forward it has intercepted."""
+        # Each new length of a part of a prompt would compile the model again.
         return (self.model._call_impl if self.is_compiled else self.model)(**inputs)
 
 
