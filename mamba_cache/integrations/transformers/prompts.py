@@ -1,4 +1,4 @@
-"""Prompts as callers pass them, checked and taken apart."""
+"""Prompts of callers: checks, and their rows as arrays of token ids."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Prompt:
     """One row of a batch without its padding."""
 
     tokens: npt.NDArray[np.int32]  # token ids
-    padding: int  # columns on the left that are not part of it
-    key: bytes  # the same for rows of the same tokens, and for no others
+    padding: int  # number of padding columns on its left
+    key: bytes  # equal for rows with equal tokens only
 
 
 def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:
@@ -49,7 +49,7 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
             f"input_ids must be an int64 or int32 tensor [rows, length] of at least one token, got "
             f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
         )
-    # All that follows is done on the host, which waits for the device once for each tensor.
+    # Checked on the host, so that it waits for the device only once for each tensor.
     ids = input_ids.cpu().numpy()
     _check_range(int(ids.min()), int(ids.max()), vocabulary, "input_ids")
     if attention_mask is None:
@@ -86,7 +86,7 @@ def pad_prompts(
 
 
 def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
-    """Return the token ids of each of a collection of prompts, of which there may be none."""
+    """Return the token ids of each prompt of a collection, which may be empty."""
     if isinstance(prompts, (str, bytes, Mapping)):
         raise InvalidArgumentError(
             f"inputs must be prompts, each a list of token ids, got {_described(prompts)}"
@@ -114,7 +114,7 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
         raise InvalidArgumentError(f"{name} must be one prompt, got {len(rows)} rows")
     try:
         tokens = as_token_array(rows[0])
-    except InvalidArgumentError:  # items may be tensors; an error has to name the prompt
+    except InvalidArgumentError:  # items may be tensors; otherwise this error names the prompt
         ids = as_ints(f"the token ids of {name}", rows[0])
         if ids:
             _check_range(min(ids), max(ids), vocabulary, name)
@@ -126,15 +126,15 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
-    """Return the rows of a batch; None if its mask hides more than columns on the left.
+    """Return the rows of a batch; None if its mask hides other tokens than padding on the left.
 
-    Token ids alone do not tell then what the model sees.
+    Token ids alone do not determine the result then.
     """
     ids = input_ids.cpu().numpy().astype(np.int32)
     if attention_mask is None:
         return [_prompt(row, 0) for row in ids]
     sees: npt.NDArray[np.bool_] = attention_mask.cpu().bool().numpy()
-    padding = sees.argmax(axis=1)  # up to the first one that is seen
+    padding = sees.argmax(axis=1)  # columns before the first visible one
     num_seen = sees.sum(axis=1)
     if not (num_seen.all() and (padding + num_seen == sees.shape[1]).all()):
         return None
@@ -150,7 +150,7 @@ def _check_range(lowest: int, highest: int, vocabulary: int, name: str) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Say whether it is a sequence of items, or an array of at least one dimension."""
+    """Return whether a value is a sequence of items, or an array of at least one dimension."""
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
