@@ -1,4 +1,4 @@
-"""Functions of other code that are replaced for the length of a call."""
+"""Replacing attributes of other code, such as a model's forward, during a call."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["ABSENT", "intercepted", "original", "put_back", "replaced"]
 _StandIn = Callable[..., Any]
 
 ABSENT = object()
-"""What ``original`` returns of an attribute that is only there to replace that of a class."""
+"""``original`` returns this if the object itself has no such attribute without a replacement."""
 
 
 @dataclass(slots=True)
 class _Replacement:
-    """An attribute that is replaced now."""
+    """A replaced attribute."""
 
     owner: Any
     name: str
     original: Any
-    is_own: bool  # it was an attribute of the object itself, not of its class
+    is_own: bool  # the original is an attribute of the object itself, not of its class
     substitute: Any
-    # Replacements, latest last: the identity of the user, the thread, and the substitute.
+    # By id of the user, latest last: the user, its thread, and its stand-in.
     users: dict[int, tuple[object, int, _StandIn | None]] = field(default_factory=dict)
 
 
 _now: dict[tuple[int, str], _Replacement] = {}
-"""All that is replaced now, in whatever thread. An entry is there for longer than its substitute,
-so that ``put_back`` finds what a call left behind that an interrupt broke off."""
+"""Replaced attributes of all threads. An entry is added before its substitute is set and removed
+after it, so that ``put_back`` finds replacements left by an interrupted call."""
 
 _lock = RLock()
 
@@ -45,11 +45,11 @@ def replaced(
     replace: Callable[[Any], Any],
     stand_in: _StandIn | None = None,
 ) -> Iterator[None]:
-    """Replace ``owner.name`` by what ``replace`` makes of it while the body runs.
+    """Replace ``owner.name`` by the result of ``replace(owner.name)`` while the body runs.
 
-    Other threads may do the same to the same attribute meanwhile: the first one replaces it, and
-    the last one puts it back. So the substitute must do for all of them. ``user`` is who replaces
-    it, once at a time.
+    Several threads may replace the same attribute at once: the first sets its substitute, and the
+    last restores the original. So one substitute must serve all of them. ``user`` identifies one
+    replacement: the same user cannot replace an attribute twice at once.
     """
     try:
         with _lock:
@@ -69,9 +69,9 @@ def replaced(
 def intercepted(
     user: object, owner: Any, name: str, stand_in: _StandIn
 ) -> AbstractContextManager[None]:
-    """Have ``stand_in`` take this thread's calls of a function ``owner.name`` in a ``with`` block.
+    """Redirect this thread's calls of ``owner.name`` to ``stand_in`` in a ``with`` block.
 
-    It is given the function, then the arguments. The calls of other threads go to the function.
+    ``stand_in`` gets the function, then the arguments. Calls of other threads are unchanged.
     """
     return replaced(user, owner, name, partial(_dispatching, (id(owner), name)), stand_in)
 
@@ -89,18 +89,18 @@ def _dispatching(key: tuple[int, str], function: Callable[..., Any]) -> Callable
 
 
 def put_back(user: object) -> None:
-    """Undo what calls of ``user`` replaced that were broken off before they could undo it."""
+    """Undo replacements by ``user`` that interrupted calls have left."""
     for key in list(_now):
         _release(key, user)
 
 
 def original(namespace: Any, name: str) -> Any:
-    """Return what an attribute would be if no call had replaced it.
+    """Return the value of an attribute without replacements.
 
-    ``namespace`` is where the attributes of an object lie, such as ``vars(owner)``. An attribute
-    that is only there to stand before that of the class is ``ABSENT``.
+    ``namespace`` has the attributes of an object, as ``vars(owner)`` does. Return ``ABSENT`` if the
+    replacement hides an attribute of the class.
     """
-    if _now:  # another thread may be about to replace something else
+    if _now:  # copied below, because other threads may change it
         for now in list(_now.values()):
             if now.name == name and vars(now.owner) is namespace:
                 return now.original if now.is_own else ABSENT
@@ -118,5 +118,5 @@ def _release(key: tuple[int, str], user: object) -> None:
         if now.is_own:
             setattr(now.owner, now.name, now.original)
         elif now.name in vars(now.owner):
-            delattr(now.owner, now.name)  # uncovers what the class has
+            delattr(now.owner, now.name)  # the attribute of the class is visible again
         del _now[key]
