@@ -1,4 +1,4 @@
-"""Speculation: the device's side of steps with drafts, and tokens that it alone knows."""
+"""Speculation: the device side of steps with drafts, and sampled tokens on the device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class DeviceTokens:
 
     Attributes:
         tokens: [num_requests, num_speculative_tokens + 1] int64 on the context's device, in batch
-            order. A decoding request's accepted drafts, then the token sampled after them; a
-            prefill that samples has its token in column 0. With ``num_speculative_tokens`` of 0
-            the next ``begin_step`` reads them: write nothing to them until then.
-        counts: [num_requests] int32, likewise. How many of them each decoding request takes, from
-            0 to its tokens in the step; entries of prefills are not looked at. None with
-            ``num_speculative_tokens`` of 0: each takes its one.
+            order. A row has a decoding request's accepted drafts, then the token sampled after
+            them; or the token of a prefill that samples in column 0. With
+            ``num_speculative_tokens`` 0 do not overwrite them before the next ``begin_step``.
+        counts: [num_requests] int32 on the context's device, in batch order: the number of tokens
+            that each decoding request takes, from 0 to its tokens in the step; entries of prefills
+            are ignored. None with ``num_speculative_tokens`` 0: each request takes one token.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class DeviceTokens:
 def check_sampled(
     given: DeviceTokens, num_requests: int, config: CacheConfig, device: torch.device
 ) -> None:
-    """Check what can be checked of a step's tokens without waiting for the device."""
+    """Check shape, dtype and device of a step's tokens, without waiting for the device."""
     shape, drafts = (num_requests, config.max_decode_tokens), config.num_speculative_tokens
     check_on_device("tokens", given.tokens, shape, (torch.int64,), device)
     if drafts:
@@ -52,7 +52,7 @@ def check_sampled(
             "counts of tokens on the device must be None with num_speculative_tokens of 0, got "
             f"{type(given.counts).__name__}"
         )
-    # So that two steps end one block at most: drafts are limited likewise.
+    # The tokens of two steps must end at most one block; CacheConfig checks it for drafts.
     elif config.block_size_tokens < 2:
         raise InvalidArgumentError(
             "tokens on the device need block_size_tokens of at least 2, got 1"
@@ -62,8 +62,8 @@ def check_sampled(
 def send_to_host(
     given: DeviceTokens,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Event | None]:
-    """Enqueue copies of tokens and counts to the host; return them, and what to wait for."""
-    # Of what is not waited for PyTorch makes copies in pinned memory.
+    """Enqueue copies of tokens and counts to the host; return them, and the event of their end."""
+    # PyTorch makes non-blocking copies in pinned memory.
     tokens = given.tokens.to("cpu", non_blocking=True, copy=True)
     counts = None
     if given.counts is not None:
@@ -76,7 +76,7 @@ def send_to_host(
 
 
 class Speculation:
-    """The device's side of steps with drafts."""
+    """The device side of steps with drafts: positions, last tokens and live rows of requests."""
 
     @outside_inference_mode
     def __init__(
@@ -109,7 +109,7 @@ class Speculation:
             )
 
     def advance(self, metadata: StepMetadata, sampled: Sampled | DeviceTokens) -> None:
-        """Move the step's requests past the tokens, in batch order, that became part of them."""
+        """Advance the step's requests by their new tokens, given in batch order."""
         is_on_device = isinstance(sampled, DeviceTokens)
         given: Any = sampled
         tokens, counts = (given.tokens, given.counts) if is_on_device else given
@@ -127,10 +127,10 @@ class Speculation:
     def fork(
         self, row: int, rows: Sequence[int], last_tokens: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have the device know requests that go on from where another stands."""
+        """Copy a request's device rows to its forks; return rows of live states to copy."""
         kept = self._rows
         places = self._send(np.array(rows, dtype=np.int64))
-        cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
+        cursor = kept.cursors[row].clone()  # the same call must not read and write one tensor
         kept.num_computed[places] = kept.num_computed[row].clone()
         kept.cursors[places] = cursor
         kept.last_tokens[places] = self._send(last_tokens)

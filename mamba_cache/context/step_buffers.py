@@ -1,4 +1,4 @@
-"""The step's tensors: filled on the host, brought to the device in one copy."""
+"""The step's tensors: filled on the host, sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
-_FEW = 8  # up to so many rows, a loop over them costs less than looking them up together
+_FEW = 8  # maximum number of rows for which a loop is faster than one array operation
 _Fields: TypeAlias = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
-"""Where each tensor begins in the one buffer, in bytes, its shape and its dtype."""
+"""Of each tensor: its offset in the buffer in bytes, its shape and its dtype."""
 
 _SIDE_BY_SIDE = {
     "tokens": ("token_ids", "positions", "kv_slot_mapping"),
@@ -37,24 +37,24 @@ _SIDE_BY_SIDE = {
     "boundaries": ("boundary_rows", "boundary_slots"),
     "boundaries_by_request": ("boundary_entries", "boundary_positions"),
 }
-"""Tensors of equally many entries, one behind the other, that are written or padded together."""
+"""Groups of adjacent tensors with equally many entries, which are written or padded together."""
 
 _PADDED = (
     *("tokens", "requests", "decode_state_rows", "chunk_seq_idx", "last_chunk_indices"),
     *("checkpoints", "restores", "boundaries"),
 )
-"""Groups and tensors that are padded beyond their entries."""
+"""Groups and tensors that are padded after their entries."""
 
 _PADDINGS = {"tokens": (0, 0, PAD_SLOT_ID), "requests": (0, 0, -1, PAD_SLOT_ID)}
-"""What pads the tensors of a group; all others are padded with -1."""
+"""Padding values of the tensors of a group; all others are padded with -1."""
 
 
 class StepBuffers:
     """Step tensors at fixed addresses, written on the host and copied to the device at once.
 
     All tensors of a ``StepMetadata`` are views of one device allocation. On a GPU the host side is
-    a small ring of pinned buffers, so that a step can be written while the copy of the one before
-    is still under way; on the CPU both sides are the same memory.
+    a small ring of pinned buffers, so that a step can be written while the previous copy is still
+    under way. On the CPU both sides are the same memory.
     """
 
     @outside_inference_mode
@@ -78,7 +78,7 @@ class StepBuffers:
             "cu_chunk_seqlens": (chunks + 1,),
             "chunk_seq_idx": (chunks,),
             "decode_state_rows": (requests, 1 + config.max_decode_tokens),
-            # The last, because only the rows in use are copied.
+            # At the buffer's end, because only the rows in use are copied.
             "block_tables": (requests, blocks),
         }
         self._fields: _Fields = {}
@@ -92,7 +92,7 @@ class StepBuffers:
         sizes = "max_tokens", "max_requests", "max_sequence_length", "max_checkpoints_per_step"
         check_device_room(num_bytes, {name: getattr(config, name) for name in sizes}, device)
         self._device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # By name, those of every step's metadata: what a CUDA graph may read.
+        # By name: the tensors of every step's metadata, which CUDA graphs may read.
         self.tensors = _views(self._fields, self._device_buffer)
         names = StepMetadata.__dataclass_fields__
         self._in_order = [self.tensors[name] for name in names if name in self.tensors]
@@ -105,18 +105,18 @@ class StepBuffers:
         self._last = hosts[0]
 
     def checkpoint_fields(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
-        """Return the fields of the first checkpoints inside prefill chunks; None: of all."""
+        """Return the fields of the first checkpoints inside prefill chunks; None: all entries."""
         return tuple([self.tensors[name][:num_checkpoints] for name in CHECKPOINT_FIELDS])
 
     @property
     def host_arrays(self) -> dict[str, _IntArray]:
-        """The last step's tensors on the host, by name and by group: read only, until the next."""
+        """Tensors of the last step on the host, by name and group; read only before the next."""
         return self._last.arrays
 
     def entries(self, name: str) -> list[Any]:
-        """Return the "restores" or the "boundaries" of the last step, from and to; [] for none.
+        """Return sources and destinations of the last step's "restores" or "boundaries", or [].
 
-        Both are views on the device; on the CPU lists, which cost less to make and to read.
+        These are views on the device, or on the CPU lists, which are faster to make and read.
         """
         count = self._last.used[_PADDED.index(name)]
         if not count:
@@ -132,13 +132,13 @@ class StepBuffers:
     ) -> StepMetadata:
         """Write a step's tensors and enqueue their copy to the device.
 
-        The caller has checked that the step fits. ``saved`` are states of decoding requests, each
-        with the request's place in the batch. The tensors hold on the current stream until the
-        next call.
+        The caller has checked that the step fits. ``saved`` has the checkpoints of decoding
+        requests, each with the request's place in the batch. The tensors are valid on the current
+        stream until the next call.
         """
         host = self._last = next(self._host_buffers)
         if host.copied is not None:
-            host.copied.synchronize()  # it is over unless the host runs far ahead
+            host.copied.synchronize()  # waits only if the host is several steps ahead
         num_decodes, num_prefills = len(work.group.ids), len(chunks)
         num_decode_tokens = work.num_tokens
         max_decode_len = work.width if num_decodes else 0
@@ -160,11 +160,11 @@ class StepBuffers:
         num_tokens = num_decode_tokens + bounds[-1]
         if num_prefills or saved or host.with_boundaries:
             num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
-        used = [num_tokens, num_requests, num_decodes, num_chunks, num_prefills]  # as in _PADDED
+        used = [num_tokens, num_requests, num_decodes, num_chunks, num_prefills]  # order of _PADDED
         used += num_checkpoints, num_restores, num_saved
         if used != host.used:
             host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-            # What the last step had beyond the entries of now is padding.
+            # Entries of the last step after the present ones become padding.
             for name, before, count in zip(_PADDED, host.used, used, strict=True):
                 if before > count:
                     host.arrays[name][count:before] = _PADDINGS.get(name, PAD_SLOT_ID)
@@ -173,7 +173,7 @@ class StepBuffers:
             num_bytes = self._table_offset + num_requests * self._row_bytes
             self._device_buffer[:num_bytes].copy_(host.buffer[:num_bytes], non_blocking=True)
             host.copied.record()
-        return StepMetadata(  # by position: in a third of the time
+        return StepMetadata(  # positional arguments take a third of the time
             num_decodes,
             num_prefills,
             num_tokens,
@@ -187,7 +187,7 @@ class StepBuffers:
         )
 
     def _fill_decodes(self, host: _HostSide, work: DecodeWork) -> None:
-        """Write what decoding requests compute, how long they are, and where their states are."""
+        """Write tokens, positions, lengths and state rows of decoding requests."""
         arrays, table, rows = host.arrays, self._table, work.group.rows
         count, total, width = len(rows), work.num_tokens, work.width
         is_same = host.rows is rows
@@ -210,7 +210,7 @@ class StepBuffers:
         positions, shifts = work.max_starts, table.place_shifts[rows]
         first = arrays["query_start_loc"][:count]
         if total > count:
-            # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
+            # Several times as fast as adding [n, 1] and [width]: numpy's inner loop is longer.
             positions = (positions - first).repeat(lengths)
             positions += np.arange(total)
             shifts = shifts.repeat(lengths)
@@ -221,7 +221,7 @@ class StepBuffers:
             tokens = is_crossing.repeat(lengths).nonzero()[0]
             at = positions[tokens]
             blocks = at // self._block_size
-            # The block's first place and the offset in it, in one and in 64 bits.
+            # (block id - block index) * size + position, in 64 bits: the KV place.
             shifts = table.block_tables[rows.repeat(lengths)[tokens], blocks] - blocks
             places[tokens] = shifts * self._block_size + at
         token_ids = arrays["token_ids"][:total]
@@ -229,7 +229,7 @@ class StepBuffers:
             given = np.empty((count, width), dtype=np.int64)
             given[:, 0], given[:, 1:] = table.last_tokens[rows], work.drafts
             token_ids[:] = given.ravel() if work.lengths is None else given[given >= 0]
-        elif total > count:  # the device completes them
+        elif total > count:  # drafts are on the device, which writes them later
             token_ids[:] = 0
             token_ids[first] = table.last_tokens[rows]
         else:
@@ -242,7 +242,7 @@ class StepBuffers:
     def _fill_prefills(
         self, host: _HostSide, chunks: Sequence[Chunk], index: int, before: int
     ) -> tuple[list[int], int]:
-        """Write the same of prompts; return where each begins and all end, and the longest end."""
+        """Write the same of chunks; return each start and the total, and the longest sequence."""
         arrays, at, size, numbers = host.arrays, host.at, self._block_size, self._numbers
         tables = self._table.block_tables
         end, bounds, longest = before, [0], 0
@@ -251,7 +251,7 @@ class StepBuffers:
             first, end = end, end + length
             arrays["token_ids"][first:end] = piece.token_ids
             arrays["positions"][first:end] = numbers[start : start + length]
-            # The tokens are consecutive: each block is looked at once.
+            # The tokens are consecutive, so each block is looked up once.
             block, offset = divmod(start, size)
             until = offset + length
             shifts = tables[piece.row, block : block - (-until // size)]
@@ -265,7 +265,7 @@ class StepBuffers:
             at["request_rows"][index] = piece.row
             at["state_rows"][index] = piece.row * self._live_rows
             arrays["block_tables"][index] = tables[piece.row]
-            host.table_stamps[index] = -1  # a table that grows with each chunk needs none
+            host.table_stamps[index] = -1  # written anew in each step: it grows with each chunk
             index += 1
             at["query_start_loc"][index] = end
             bounds.append(end - before)
@@ -273,7 +273,7 @@ class StepBuffers:
         return bounds, longest
 
     def _fill_tables(self, host: _HostSide, rows: _IntArray) -> None:
-        """Copy the block tables of decoding requests that are not there yet."""
+        """Copy the block tables of decoding requests that have changed since this buffer's use."""
         count, tables = len(rows), host.arrays["block_tables"]
         stamps = self._table.table_stamps[rows]
         changed = (host.table_stamps[:count] != stamps).nonzero()[0]
@@ -288,7 +288,7 @@ class StepBuffers:
     def _fill_chunks(
         self, host: _HostSide, pieces: Sequence[Chunk], bounds: list[int]
     ) -> tuple[int, int]:
-        """Write the chunks of prompts, and where states are saved inside; return both numbers."""
+        """Write SSM chunks and the checkpoints inside prefill chunks; return both numbers."""
         size, arrays = self._chunk_size, host.arrays
         phases = [piece.start % size for piece in pieces]
         last = arrays["last_chunk_indices"]
@@ -314,7 +314,7 @@ class StepBuffers:
         saved: Sequence[tuple[int, Checkpoint]],
         num_decodes: int,
     ) -> tuple[int, int]:
-        """Write which live states are restored and saved by the step; return both numbers."""
+        """Write the step's restores, and saves at boundaries; return both numbers."""
         at, num_restores, entries = host.at, 0, [*saved]
         for index, chunk in enumerate(chunks, num_decodes):
             if chunk.is_first:
@@ -343,10 +343,10 @@ def _views(fields: _Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class _HostSide:
-    """The host side of the tensors, and how much of it is not padding since the last step.
+    """The host side of the tensors, and the number of entries of its last step.
 
-    On a CPU the kernels read the same memory. On a GPU it is pinned, and an event says when its
-    last copy is over.
+    On a CPU kernels read this memory. On a GPU the memory is pinned, and an event records the end
+    of its last copy.
     """
 
     def __init__(self, fields: _Fields, device_buffer: torch.Tensor) -> None:
@@ -359,16 +359,16 @@ class _HostSide:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         views = _views(fields, self.buffer)
         self.arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in views.items()}
-        for name, members in _SIDE_BY_SIDE.items():  # likewise groups, [entries, tensors]
+        for name, members in _SIDE_BY_SIDE.items():  # groups as arrays [entries, tensors]
             (start, (count,), dtype), (second, *_) = (fields[each] for each in members[:2])
             rows = self.buffer[start : start + len(members) * (second - start)].view(dtype)
             self.arrays[name] = rows.view(len(members), -1)[:, :count].numpy().T
         # Single elements are written several times faster through memoryviews.
         self.at: dict[str, Any] = {name: self.arrays[name].data for name in views}
-        self.with_boundaries: list[int] = []  # requests of the last step that have boundaries
+        self.with_boundaries: list[int] = []  # places of the last step's requests with boundaries
         self.arrays["boundaries_by_request"].fill(PAD_SLOT_ID)
-        self.used = [len(self.arrays[name]) for name in _PADDED]  # what is not padding
+        self.used = [len(self.arrays[name]) for name in _PADDED]  # numbers of entries
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
-        self.stamp = -1  # the table's when decoding requests were compared
-        self.width = -1  # of decodes: tokens of each, if all have equally many
+        self.stamp = -1  # of the request table at the last _fill_tables
+        self.width = -1  # tokens of each decoding request; -1 if they differ

@@ -1,6 +1,6 @@
 """Kernels between two steps with drafts: one launch when a step begins, one when it is committed.
 
-``decode_numpy`` says what they do and what their arguments are.
+``decode_numpy`` describes the functions and their arguments.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -21,7 +21,7 @@ __all__ = ["advance_rows", "describe_decodes"]
 def describe_decodes(
     rows: DecodeRows, metadata: StepMetadata, drafts: torch.Tensor | None, block_size: int
 ) -> None:
-    """Write what only the device knows of the decoding requests into a step's metadata."""
+    """Write positions, lengths, tokens and rows of decoding requests into a step's metadata."""
     _describe[(metadata.num_decodes,)](
         rows.num_computed,
         rows.cursors,
@@ -29,7 +29,7 @@ def describe_decodes(
         metadata.request_rows,
         metadata.query_start_loc,
         metadata.block_tables,
-        # A tensor that is not read, where there are no drafts.
+        # Without drafts any tensor: the kernel does not read it.
         metadata.token_ids if drafts is None else drafts,
         metadata.num_computed_tokens,
         metadata.seq_lens,
@@ -50,7 +50,7 @@ def describe_decodes(
 def advance_rows(
     rows: DecodeRows, metadata: StepMetadata, tokens: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Move each request of a step past the tokens that became part of it."""
+    """Advance each request of a step by its new tokens."""
     _advance[(metadata.num_requests,)](
         rows.num_computed,
         rows.cursors,

@@ -1,7 +1,7 @@
-"""The kernels of ``decode`` in numpy: the default on the CPU, and what the kernels must equal.
+"""The kernels of ``decode`` in numpy: the default on the CPU, and the kernels' reference.
 
-They write the tensors' own memory. Of batches as small as those of decoding requests numpy is some
-times faster than PyTorch, whose every operation costs as much as a step's bookkeeping may.
+They write the tensors' own memory. For the small batches of decoding requests numpy is several
+times faster than PyTorch, of which one operation takes as long as a step's bookkeeping may.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ __all__ = ["DecodeRows", "advance_rows", "describe_decodes", "describe_live_rows
 
 
 class DecodeRows:
-    """Progress by request row, kept by the device alone.
+    """Progress of decoding requests by request row, on the device only.
 
-    A request has a ring of ``ring`` live-state rows. Its cursor is the row of the ring that holds
-    the state after ``num_computed`` tokens; a step writes the state after its j-th token to the
-    row j after the cursor. So any number of them can be accepted, none included, by moving the
-    cursor.
+    A request has a ring of ``ring`` live-state rows. Its cursor is the ring's row with the state
+    after ``num_computed`` tokens. A step writes the state after its j-th token to the row j after
+    the cursor. So moving the cursor accepts any number of tokens, or none.
     """
 
     def __init__(
@@ -35,11 +34,11 @@ class DecodeRows:
         step_arrays: Mapping[str, np.ndarray[Any, Any]],
     ) -> None:
         self.ring = ring  # live-state rows of one request
-        # [max_requests], each written when the first step of the row's request is committed.
+        # [max_requests]; the commit of a request's first step sets its items.
         self.num_computed = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.cursors = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        # The memory of these tensors and of a step's by their names, where all is on the CPU.
+        # By name: a step's tensors on the host; on the CPU also the three tensors above.
         self.arrays = dict(step_arrays)
         if device.type == "cpu":
             for name in ("num_computed", "cursors", "last_tokens"):
@@ -49,7 +48,7 @@ class DecodeRows:
 def describe_decodes(
     rows: DecodeRows, metadata: StepMetadata, drafts: torch.Tensor | None, block_size: int
 ) -> None:
-    """Write what only the device knows of the decoding requests into a step's metadata."""
+    """Write positions, lengths, tokens and rows of decoding requests into a step's metadata."""
     describe_live_rows(rows, metadata)
     arrays, count, total = rows.arrays, metadata.num_decodes, metadata.num_decode_tokens
     places = arrays["request_rows"][:count].astype(np.intp)
@@ -77,9 +76,9 @@ def describe_decodes(
 
 
 def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
-    """Write which live state of each decoding request is current, and which ones follow."""
+    """Write the rows of each decoding request's current live state, and of the following ones."""
     arrays, count, ring = rows.arrays, metadata.num_decodes, rows.ring
-    # Here and below: of 64 bits, by which numpy looks up several times as fast as by others.
+    # 64-bit indices, here and below: numpy's lookup by other dtypes is several times slower.
     places = arrays["request_rows"][:count].astype(np.intp)
     live = (places * ring).repeat(ring)
     live += _rings(ring).take(arrays["cursors"][places], axis=0).ravel()
@@ -89,7 +88,7 @@ def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
 
 @cache
 def _rings(ring: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return [ring, ring]: for each cursor the rows of the ring, from that one on."""
+    """Return [ring, ring]: for each cursor the rows of the ring, from the cursor on."""
     columns = np.arange(ring)
     rows: np.ndarray[Any, np.dtype[np.intp]] = (columns[:, None] + columns) % ring
     return rows
@@ -101,7 +100,7 @@ def advance_rows(
     tokens: torch.Tensor | np.ndarray[Any, Any],
     counts: torch.Tensor | np.ndarray[Any, Any],
 ) -> None:
-    """Move each request of a step past the tokens that became part of it."""
+    """Advance each request of a step by its new tokens."""
     arrays, count, end = rows.arrays, metadata.num_decodes, metadata.num_requests
     places, new_tokens = arrays["request_rows"][:end].astype(np.intp), np.asarray(tokens)
     num_computed, cursors = arrays["num_computed"], arrays["cursors"]
@@ -116,7 +115,7 @@ def advance_rows(
         num_computed[decoding] = computed + accepted
         moved %= rows.ring
         cursors[decoding] = moved
-        # Of a request that takes none it is some token, which is not looked at.
+        # For a request that takes no token this is some other token, replaced below.
         width = new_tokens.shape[1]
         last = new_tokens.ravel()[np.arange(-1, count * width - 1, width) + accepted]
         if np.count_nonzero(accepted) < count:
@@ -135,9 +134,9 @@ def _save_boundaries(
     decoding: np.ndarray[tuple[int], np.dtype[np.intp]],
     accepted: np.ndarray[tuple[int], np.dtype[np.integer[Any]]],
 ) -> None:
-    """Say which live state of each request is at its boundary, if the step has reached that."""
+    """Set the live row of each boundary that the step has reached; skip the other boundaries."""
     arrays = rows.arrays
-    if arrays["boundary_slots"][0] < 0:  # they come first, so there is none
+    if arrays["boundary_slots"][0] < 0:  # entries come before padding, so there are none
         return
     entries = arrays["boundary_entries"][: len(decoding)]
     indices = (entries >= 0).nonzero()[0]
