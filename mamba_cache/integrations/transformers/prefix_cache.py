@@ -94,9 +94,9 @@ __all__ = ["PrefixCache", "check_settings"]
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
-_MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch; of a block
+_MAX_CHUNK_TOKENS = 8192  # maximum prompt tokens in one step of a batch, and tokens of a block
 _MIN_SLOTS = 4
-"""From which on the default policy learns; with fewer, one chat would not go on where it ended."""
+"""Minimum for the adaptive policy by default: with fewer slots one chat could lose its state."""
 
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their bookkeeping takes memory."""
@@ -105,7 +105,7 @@ _OF_CONFIG = (
     "block_size_tokens", "reuse_answers", "max_requests", "host_cache_gb", "disk_cache_path",
     "verify_hits", "store", "hash_algorithm", "hash_secret", "max_pinned_share",
 )  # fmt: skip
-"""Settings that ``CacheConfig`` has too, and checks."""
+"""Settings that are passed on to ``CacheConfig``, which checks them."""
 
 
 class PrefixCache:
@@ -222,17 +222,17 @@ class PrefixCache:
         self._settings = SimpleNamespace(**settings)
         self._config = check_settings(settings)
         register_attention()
-        self._num_set_ups = 0  # how often the model was found in another place or dtype
+        self._num_set_ups = 0  # one, and one for each change of the model's device or dtype
         self._set_up(Listeners())
 
     def _set_up(self, listeners: Listeners) -> None:
-        """Learn the model's layers as they are now, and take the memory for their cache."""
+        """Probe the model's layers, and allocate the memory of their cache."""
         settings = self._settings
         self._num_set_ups += 1
-        self._is_closed = True  # if something here raises
+        self._is_closed = True  # stays so if the set-up raises
         self._runner = ModelRunner(settings.model, settings.weights_check, settings.variant)
         layout, is_step_exact, self._capture = probe(self._runner, settings.block_size_tokens)
-        # The probe was the first run: what a second one rewrites, every run does.
+        # The probe was the first run: attributes that this second run rewrites change in every run.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         hash_secret = settings.hash_secret
         if hash_secret is None:
@@ -273,18 +273,18 @@ class PrefixCache:
             self._runner, self._store, self._capture, most_tokens, may_shrink
         )
         self._batcher: Batcher | None = None
-        # Without capture the context saves no states inside of prompts.
-        self._can_batch = self._capture is not None  # False too once no batcher could be made
+        # Without capture a batch could save no states inside of prompts.
+        self._can_batch = self._capture is not None  # set to False if no batcher can be made
         self._home = (*self._runner.placement(), self._runner.vocabulary)
         self._runner.fingerprint.begin()
         if settings.host_cache_gb is not None:
             self._store.add_tiers(PrefixTiers(self._store, self._runner))
         self._is_closed = False
 
-    if not TYPE_CHECKING:  # which would take any name for an attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what to call where a model's attribute is looked for, as pipelines do.
+            """Raise an error that tells callers of a model, such as pipelines, what to call.
 
             Raises:
                 AttributeError: Always.
@@ -362,7 +362,7 @@ class PrefixCache:
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named: list[list[int]] = []
         if checkpoints is not None:
-            # Without a mask ``generate`` may find padding among the tokens.
+            # Without a mask ``generate`` may take tokens for padding.
             lengths = (torch.ones_like(ids) if mask is None else mask).count_nonzero(dim=1)
             named = read_checkpoints(checkpoints, lengths.tolist())
         with Generation(
@@ -401,9 +401,9 @@ class PrefixCache:
         return output
 
     def _may_batch(self, served: ServedOptions, options: Mapping[str, Any]) -> bool:
-        """Return whether a batch may compute a call of ``generate``: only where graphs may run.
+        """Return whether a batch may compute a call of ``generate``: only if graphs may be used.
 
-        Without them a decode step takes longer in a batch of few rows than in transformers' loop.
+        Without graphs a decode step of few rows is slower in a batch than in transformers' loop.
         """
         device = self._home[0].type
         return (
@@ -417,7 +417,7 @@ class PrefixCache:
         )
 
     def _find_batcher(self) -> Batcher | None:
-        """Return what runs batches, if the model can be run in batches and memory allows."""
+        """Return the batcher; None if the model cannot be run in batches or memory is short."""
         try:
             return self._ready_batcher()
         except (
@@ -426,7 +426,7 @@ class PrefixCache:
             UnresumableModelError,
             torch.OutOfMemoryError,
         ) as error:
-            self._can_batch = isinstance(error, CapacityError)  # there may be room again
+            self._can_batch = isinstance(error, CapacityError)  # blocks may become free again
             self._store.let_go()
             return None
 
@@ -558,7 +558,7 @@ class PrefixCache:
             del model.generate_batch
 
     def _generate_for_model(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Do what ``generate_batch`` does, for a model that is being trained."""
+        """Run ``generate_batch`` in eval mode, and adapt to changes of the model first."""
         modes = [(module, module.training) for module in self._settings.model.modules()]
         self._settings.model.eval()
         try:
@@ -570,7 +570,7 @@ class PrefixCache:
 
     @guarded(renews=True, waits=True)
     def _follow_model(self, variant: str | None) -> None:
-        """Drop the prefixes of other weights, or of another dtype."""
+        """Drop all prefixes if weights have changed; set up anew if device or dtype has."""
         try:
             self._check_home()
         except ModelChangedError:
@@ -589,7 +589,7 @@ class PrefixCache:
         """Return the reason for using no CUDA graphs in batches; empty if they are used."""
         if not self._settings.cuda_graphs:
             return "cuda_graphs is False"
-        # Weights that move from call to call would invalidate the graphs each time.
+        # A model that is moved in every call would invalidate its graphs each time.
         return "the model is moved or cast from call to call" if self._num_set_ups > 2 else ""
 
     @guarded(waits=True)
@@ -646,7 +646,7 @@ class PrefixCache:
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:
-        """Return what runs batches; the first time it takes room for their live states."""
+        """Return the batcher; the first call makes it, and allocates its live states."""
         if torch.is_autocast_enabled(self._home[0].type):
             raise InvalidArgumentError(
                 "generate_batch cannot be called under autocast: the context keeps keys and values "
@@ -827,12 +827,12 @@ class PrefixCache:
         if not verifier.stats().waiting:
             return 0
         self._runner.fingerprint.begin()
-        if self._runner.fingerprint.foreign is not None:  # no hit can be computed as before
+        if self._runner.fingerprint.foreign is not None:  # hits cannot be recomputed the same way
             return 0
         key = self._store.tiers.key_for(self._runner.fingerprint.key)
 
         def compute(hit: HitToVerify) -> PrefixContent | None:
-            if hit.request.lora_id != key:  # adapters or settings have changed since
+            if hit.request.lora_id != key:  # adapters or settings have changed since the hit
                 return None
             return self._store.content(self._prefiller.recompute(hit.tokens))
 
@@ -947,8 +947,8 @@ class PrefixCache:
         return foreign is not None
 
     def _count_bypass(self, reason: BypassReason, why: str) -> None:
-        if not self._bypasses[reason]:  # once
-            # The caller's line, which came through the guard.
+        if not self._bypasses[reason]:  # warn once for each reason
+            # stacklevel names the caller's line: one of the frames is the guard's.
             warnings.warn(f"nothing is reused or cached: {why}", stacklevel=4)
         self._bypasses[reason] += 1
 
@@ -977,7 +977,7 @@ class PrefixCache:
     def _read_prompts(
         self, prompts: Any, options: Mapping[str, Any], served: ServedOptions
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the prompts as one tensor, and their mask if it is known already."""
+        """Return the prompts as one tensor, and their mask, or None if none was given."""
         mask = options.get("attention_mask")
         if isinstance(prompts, torch.Tensor):
             check_prompts(prompts, mask, self._runner.vocabulary)
@@ -1010,10 +1010,10 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
 
 
 def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
-    """Check the settings that do not depend on the model; return those that a context has too."""
+    """Check the settings that do not depend on the model; return them as a ``CacheConfig``."""
     for name in ("mamba_cache_gb", "kv_cache_gb", "disk_cache_gb"):
         check_number(name, settings[name], maximum=2**33)
-    # A block is computed at once when the model is probed, and with it so many rows of logits.
+    # Limited, because the probe computes a block at once, with logits of all its tokens.
     check_int(
         "block_size_tokens", settings["block_size_tokens"], minimum=1, maximum=_MAX_CHUNK_TOKENS
     )
@@ -1045,7 +1045,7 @@ def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
-    """Count what a budget holds."""
+    """Return how many units a budget holds; raise if it is less than one."""
     if not unit_bytes:
         return _BLOCKS_WITHOUT_MEMORY
     count = int(budget_gb * _GIB) // unit_bytes
