@@ -1,4 +1,4 @@
-"""Installation: prefix caches behind transformers' own server, whose code stays as it is."""
+"""Installation of prefix caches behind transformers' own server, by replacing its functions."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _Call = Callable[..., Awaitable[None]]
 """An ASGI application."""
 
 _TEXT = ("text", "input_text", "output_text")
-"""Types of the parts of a message that are text."""
+"""Types of message parts that are text."""
 
 _SALT_HEADER = b"x-cache-salt"
-"""The header that keeps requests apart, in lower case as ASGI has it."""
+"""The header with the cache salt, in lower case as in ASGI."""
 
 _salt_headers: ContextVar[tuple[str, ...]] = ContextVar("salt_headers", default=())
-"""What the headers of the HTTP request that is being answered say."""
+"""Values of the salt header in the current HTTP request."""
 
 _originals: list[tuple[Any, str, Any]] = []
 """Present replacements: the owner, the attribute's name, and the original."""
 
 _installed: list[ServedModels] = []
-"""The models behind prefix caches now."""
+"""The served models; empty unless installed."""
 
 
 def install(
@@ -79,7 +79,7 @@ def install(
 
     Args:
         mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
-        kv_cache_gb: Likewise for its keys and values.
+        kv_cache_gb: Budget for the keys and values of each loaded model, in GiB.
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
         events_endpoint: Endpoint of the KV events of the first loaded model, for routers, as in
@@ -163,7 +163,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(**settings: Any) -> Iterator[None]:
-    """Install for the length of a ``with`` block; it takes what ``install`` takes."""
+    """Install for a ``with`` block; the arguments are those of ``install``."""
     install(**settings)
     try:
         yield
@@ -182,7 +182,7 @@ def _check_extra() -> None:
 
 
 def _find(path: str) -> tuple[Any, str]:
-    """Return whose attribute a dotted path below the server's package names, and its name."""
+    """Return the owner and the name of the attribute at a dotted path in the server's package."""
     module, *inner, name = path.split(".")
     try:
         owner: Any = importlib.import_module(f"{_SERVING}.{module}")
@@ -209,7 +209,7 @@ def _generate(
     """Have a manager of generations call ``model.generate`` through the model's cache."""
     processor, inputs, gen_config = asked
     if has_librarys_loop(model):
-        # Before a stream begins, so that the status of the answer can still say it.
+        # Before a stream begins, while the response can still have an error status.
         _reader(model, processor).check(gen_config, inputs["input_ids"].shape[-1])
     return original(manager, served.asked(model), *asked, **kw)
 
@@ -222,9 +222,9 @@ def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
 def _resolve_model(
     served: ServedModels, original: Callable[..., Any], handler: Any, body: dict[str, Any]
 ) -> tuple[str, Any, Any]:
-    """Find a request's model: text for a model of text and images needs its tokenizer alone.
+    """Return a request's model, with its tokenizer alone if a text request can be batched.
 
-    The library batches what a tokenizer reads, and nothing that a processor of images reads.
+    The server batches no request of a multimodal processor, even if the request is only text.
     """
     name, model, processor = original(handler, body)
     tokenizer = getattr(processor, "tokenizer", None)
@@ -247,30 +247,30 @@ def _is_text(body: dict[str, Any]) -> bool:
 def _is_one_text(content: Any) -> bool:
     if not isinstance(content, list):
         return content is None or isinstance(content, str)
-    # Several parts are joined otherwise by a processor than for a tokenizer.
+    # A processor joins several parts differently from a tokenizer.
     return len(content) == 1 and isinstance(content[0], dict) and content[0].get("type") in _TEXT
 
 
 def _use_batches(
     served: ServedModels, original: Callable[..., bool], state: Any, model: Any, modality: Any
 ) -> bool:
-    """Choose continuous batching for a hybrid model where its cache can."""
+    """Choose continuous batching for a hybrid model only if its cache can batch."""
     if not original(state, model, modality):
         return False
     one = served.find(model)
-    # The library batches what never had a cache.
+    # Models without a cache are batched by transformers.
     return one is None or one.batches() is not None or one.serves_batches is None
 
 
 def _init_batches(
     served: ServedModels, original: Callable[..., None], manager: Any, model: Any, gen_config: Any
 ) -> None:
-    """Make the manager of batches: that of the model's cache, if it has one."""
+    """Make the batch manager: ``BatchManager`` if the model's cache can batch."""
     one = served.find(model)
     cache = None if one is None else one.batches()
     if one is None or cache is None:
         original(manager, model, gen_config)
-    elif manager._cb is None or manager._cb is not one.manager:  # it was of a model since unloaded
+    elif manager._cb is None or manager._cb is not one.manager:  # the old one's model is unloaded
         manager._cb = one.manager = BatchManager(cache, getattr(manager, "_cb_config", None))
         manager._cb.start()
 
@@ -278,7 +278,7 @@ def _init_batches(
 def _batched(
     served: ServedModels, original: Callable[..., Any], manager: Any, *asked: Any, **kw: Any
 ) -> Any:
-    """Read what a manager of batches does not hand on: of a configuration it takes two lengths."""
+    """Read a request's whole configuration: the server's manager passes on only two lengths."""
     model, processor, inputs, gen_config = asked
     one, request = served.find(model), current_request.get()
     if one is not None and one.manager is not None and request is not None:
@@ -288,7 +288,7 @@ def _batched(
                 f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
             )
         config = copy.copy(gen_config)
-        config.use_cache = True  # for the library's own batches the server says that there is none
+        config.use_cache = True  # the server sets False for transformers' own batches
         request.settings = _reader(model, processor).read(config, len(tokens))
         request.settings.num_answers = 1
         request.checkpoints = request.find_checkpoints(processor, tokens)
@@ -298,11 +298,11 @@ def _batched(
 async def _handle_request(
     _: ServedModels, original: Callable[..., Any], handler: Any, body: dict[str, Any], name: str
 ) -> Any:
-    """Handle a request that is known to all that is called."""
+    """Handle a request with ``current_request`` set."""
     headers, user = _salt_headers.get(), body.get("user")
     is_salted = user is not None or bool(headers)
     salt = json.dumps([headers, user], sort_keys=True) if is_salted else None
-    handler._unused_fields = getattr(handler, "_unused_fields", set()) - {"user"}  # it is the salt
+    handler._unused_fields = getattr(handler, "_unused_fields", set()) - {"user"}  # used as salt
     request = ServedRequest(handler, body, salt)
     current_request.set(request)
     try:
@@ -310,7 +310,7 @@ async def _handle_request(
     except InvalidArgumentError as error:
         raise _http_error(error) from error
     except RuntimeError as error:
-        # The library's, which names no status, for an output of a batch with an error.
+        # Transformers raises a plain RuntimeError for a batch output with an error.
         if request.error is None or type(error) is not RuntimeError:
             raise
         raise _http_error(request.error) from error
@@ -325,17 +325,17 @@ def _http_error(error: BaseException) -> Exception:
 
 
 def _build_config(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Make a configuration of a body."""
+    """Make a configuration from a request body."""
     try:
         return original(*args, **kw)
-    except Exception as error:  # any error of a value with a wrong type
+    except Exception as error:  # a value of a wrong type may raise any exception
         raise InvalidArgumentError(
             f"the request's settings cannot be read: {str(error) or repr(error)}"
         ) from error
 
 
 def _read_messages(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Make a chat of a body, and remember it."""
+    """Make the chat from a request body, and store it in the current request."""
     messages, request = original(*args, **kw), current_request.get()
     if request is not None:
         request.messages = messages
@@ -343,7 +343,7 @@ def _read_messages(_: ServedModels, original: Callable[..., Any], *args: Any, **
 
 
 def _usage(_: ServedModels, original: Callable[..., Any], **counts: Any) -> Any:
-    """Count the tokens of a completion, the cached ones among them."""
+    """Return the usage of a completion, with its cached tokens."""
     request = current_request.get()
     if request is not None and request.cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": request.cached_tokens}
@@ -351,7 +351,7 @@ def _usage(_: ServedModels, original: Callable[..., Any], **counts: Any) -> Any:
 
 
 def _response_usage(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Count the tokens of a response, the cached ones among them."""
+    """Return the usage of a response, with its cached tokens."""
     usage, request = original(*args, **kw), current_request.get()
     if request is not None and request.cached_tokens is not None:
         usage.input_tokens_details.cached_tokens = request.cached_tokens
@@ -361,13 +361,13 @@ def _response_usage(_: ServedModels, original: Callable[..., Any], *args: Any, *
 def _load(
     served: ServedModels, original: Callable[..., None], timed: Any, *args: Any, **kw: Any
 ) -> None:
-    """Load a model."""
+    """Load a model, and add it to the served models."""
     original(timed, *args, **kw)
     served.add(timed.model)
 
 
 def _unload(served: ServedModels, original: Callable[..., None], timed: Any) -> None:
-    """Unload it: the cache goes first, for the method then collects garbage."""
+    """Unload a model; first drop its cache, so that the method's garbage collection frees both."""
     served.drop(getattr(timed, "model", None))
     original(timed)
 
@@ -375,10 +375,10 @@ def _unload(served: ServedModels, original: Callable[..., None], timed: Any) -> 
 def _build_server(
     served: ServedModels, original: Callable[..., Any], manager: Any, *args: Any, **kw: Any
 ) -> Any:
-    """Make the application, with metrics and the salt's header."""
+    """Make the application, and add the metrics and the salt header."""
     app = original(manager, *args, **kw)
     if not getattr(kw.get("generation_state"), "_continuous_batching", False):
-        # What is loaded before the server begins need not keep its first request waiting.
+        # Caches of models loaded by now are made here, so that no first request waits for them.
         for timed in list(manager.loaded_models.values()):
             one = served.find(timed.model)
             if one is not None:
@@ -389,20 +389,20 @@ def _build_server(
 
 
 def _metrics(served: ServedModels, manager: Any, request: Any) -> Any:
-    """Answer a request with the metrics of this moment."""
+    """Return the present metrics as a response."""
     from prometheus_client import CollectorRegistry, exposition  # noqa: PLC0415 - an extra
 
     from mamba_cache.integrations.prometheus import CacheCollector  # noqa: PLC0415
 
     registry = CollectorRegistry()
-    if loaded := dict(served.caches(manager.loaded_models)):  # models come and go
+    if loaded := dict(served.caches(manager.loaded_models)):  # read each time: models change
         registry.register(CacheCollector(loaded))
     encode, kind = exposition.choose_encoder(request.headers.get("accept", ""))
     return importlib.import_module("fastapi").Response(encode(registry), media_type=kind)
 
 
 def _read_salt(app: _Call) -> _Call:
-    """Make a middleware that reads the salt's header."""
+    """Return middleware that reads the salt header."""
 
     async def read(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
