@@ -1,4 +1,4 @@
-"""What a server serves: loaded models with their caches, requests, and the thread of batches."""
+"""The server's models with their caches, its requests, and the thread that runs batches."""
 
 from __future__ import annotations
 
@@ -54,19 +54,18 @@ class ServedRequest:
     messages: Sequence[Any] | None = None  # the chat, as the template gets it
     # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
     cached_tokens: int | None = None
-    # Of a batched request: settings of its answer, positions at which other prompts branch off,
-    # the error, and its progress.
+    # For batched requests only: settings, positions where other prompts diverge, error, progress.
     settings: Any = None  # ``AnswerSettings``
     checkpoints: Sequence[int] = ()
     error: BaseException | None = None
     request_id: str = ""
-    tokens: list[int] = field(default_factory=list)  # of its prompt
+    tokens: list[int] = field(default_factory=list)  # the prompt's tokens
     is_streaming: bool = False  # an output is delivered for every token
     deliver: Callable[[Any], None] | None = None  # result callback; None until registered
     request: BatchRequest | None = None  # its request in the batch
     is_cancelled: bool = False  # the client has disconnected
-    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
-    was_restarted: bool = False  # it was submitted again after a call that broke off
+    num_told: int = 0  # answer tokens that were delivered, or will be at the end
+    was_restarted: bool = False  # it was submitted again after a call that raised
 
     @property
     def will_continue(self) -> bool | None:
@@ -81,14 +80,14 @@ class ServedRequest:
         return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
 
     def find_checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
-        """Return the positions at which other prompts will branch off from this one.
+        """Return the positions at which other prompts will diverge from this one.
 
-        ``processor`` is a tokenizer, or has one beside processors of images.
+        ``processor`` is a tokenizer, or a multimodal processor that has one.
         """
         if self.messages is None:
             return []
         tokenizer = getattr(processor, "tokenizer", processor)
-        # As the server has read the request already.
+        # The same arguments with which the server rendered the chat.
         options = dict(getattr(self.handler, "chat_template_kwargs", {}))
         options.update(self.body.get("chat_template_kwargs") or {})
         tools = self.body.get("tools")
@@ -98,13 +97,13 @@ class ServedRequest:
 
 
 _SERVER = "transformers server"
-"""The source of the hints: each source is trusted as far as its hints come true."""
+"""The source of hints: a policy trusts a source as far as its hints come true."""
 
 
 class BatchManager:
-    """Runs the server's requests in a thread, with the methods of transformers' batch manager.
+    """Runs the server's requests in a thread.
 
-    It has the methods of ``ContinuousBatchingManager`` that the server calls.
+    It has the methods of transformers' ``ContinuousBatchingManager`` that the server calls.
 
     A request with bad settings, processors or prompt fails alone. When a call of the cache raises,
     the cache is reset if necessary. Requests without a delivered token then run again from their
@@ -124,8 +123,8 @@ class BatchManager:
         self.batch_processor = None
 
     def start(self) -> None:
-        """Begin to run requests."""
-        # A thread that is inside PyTorch when the interpreter ends aborts the process.
+        """Start the thread."""
+        # A thread that is inside PyTorch when the interpreter exits would abort the process.
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
@@ -141,8 +140,8 @@ class BatchManager:
     ) -> str:
         """Queue the prompt of the current request, with its ``settings``.
 
-        With ``streaming`` there is an output with each token. Return the request's name, which
-        differs from the given one if a request of that name runs: clients may choose names.
+        With ``streaming`` an output is delivered for each token. Return the request's name; it
+        differs from ``request_id`` if a request of that name runs, because clients choose names.
         """
         arrival = current_request.get() or ServedRequest()
         with self._lock:
@@ -161,7 +160,7 @@ class BatchManager:
         loop = asyncio.get_running_loop()
 
         def deliver(output: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the client is gone
+            with suppress(RuntimeError):  # the loop is closed: the client has disconnected
                 loop.call_soon_threadsafe(callback, output)
 
         arrival = current_request.get() or ServedRequest()
@@ -169,7 +168,7 @@ class BatchManager:
         self._admit(arrival)
 
     def _admit(self, arrival: ServedRequest) -> None:
-        """Admit a request once both of its calls have been made."""
+        """Admit a request once ``add_request`` and ``register_result_handler`` were called."""
         if not arrival.request_id or arrival.deliver is None:
             return
         with self._lock:
@@ -180,7 +179,7 @@ class BatchManager:
             self._fail_all(reason)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request; it ends with the present step."""
+        """Cancel a request; it ends after the present step."""
         with self._lock:
             arrival = self._arrivals.get(request_id)
             if arrival is not None:
@@ -211,7 +210,7 @@ class BatchManager:
 
     def _run_until_stopped(self) -> None:
         while True:
-            self._wake.clear()  # the call may break off before ``run`` does
+            self._wake.clear()  # the call may raise before ``run`` clears it
             try:
                 self._cache.run_batches(self)
             except Exception as error:
@@ -221,18 +220,18 @@ class BatchManager:
             self._wake.wait()
 
     def _begin_again(self, error: Exception) -> None:
-        """Run the requests of a call that raised again; fail those that cannot run again.
+        """Restart requests after a call that raised; fail those that cannot run again.
 
         Raises:
-            ModelChangedError: The model was moved or cast, so that its cache is of no use.
+            ModelChangedError: The model was moved or cast, so its cache cannot be used.
         """
         if isinstance(error, ModelChangedError):
             self._cache.reset()
         with self._lock:
             known = list(self._arrivals.values())
         for arrival in known:
-            is_heard = arrival.is_streaming and arrival.num_told > 0
-            if is_heard or arrival.was_restarted:
+            has_output = arrival.is_streaming and arrival.num_told > 0
+            if has_output or arrival.was_restarted:
                 self._fail(arrival, error)
             else:
                 arrival.was_restarted, arrival.request, arrival.num_told = True, None, 0
@@ -272,7 +271,7 @@ class BatchManager:
                 will_continue=arrival.will_continue,
                 source=_SERVER,
             )
-        except Exception as error:  # of this request alone: nothing was submitted
+        except Exception as error:  # the fault of this request alone, which was not submitted
             self._fail(arrival, error)
 
     def _cancel(self, batcher: Batcher, arrival: ServedRequest) -> None:
@@ -297,7 +296,7 @@ class BatchManager:
                 arrival.deliver(answer_output(request))
 
     def _end(self, arrival: ServedRequest, output: Any) -> None:
-        assert arrival.deliver is not None  # or it would not have been admitted
+        assert arrival.deliver is not None  # checked by ``_admit``
         arrival.deliver(output)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
@@ -315,14 +314,14 @@ class BatchManager:
 
 
 _MAX_REASONS = 16
-"""Warnings of a model's requests that are logged, each once."""
+"""Maximum number of different warnings about a model's requests; each is logged once."""
 
 
 class ServedModels:
-    """The models that are loaded; each one's ``PrefixCache`` is made with ``settings``.
+    """The loaded models; their ``PrefixCache`` objects are made with ``settings``.
 
-    ``make_publisher`` makes the publisher of a cache's events: of the first cache, and when its
-    model is unloaded, of the next.
+    ``make_publisher`` makes a publisher of events. It publishes one cache at a time: the first
+    one, and after its model was unloaded, the next one.
     """
 
     def __init__(
@@ -333,21 +332,21 @@ class ServedModels:
         self._settings = settings
         self._make_publisher = make_publisher
         self._publisher = make_publisher() if make_publisher else None
-        self._told_model: Any = None
-        # Each entry holds its model, so that no other object has its id.
+        self._published_model: Any = None
+        # Each entry keeps its model alive, so no other object gets the model's id.
         self._by_id: dict[int, ServedModel] = {}
 
     def add(self, model: Any) -> None:
-        """Take in a model that was loaded."""
+        """Add a loaded model."""
         self._by_id[id(model)] = ServedModel(model, self._settings, self._tell)
 
     def drop(self, model: Any) -> None:
-        """Release a model that is unloaded; a call that still runs keeps it until it ends."""
+        """Remove a model that is unloaded; a running call keeps it alive until the call ends."""
         served = self._by_id.pop(id(model), None)
         if served is not None and served.manager is not None:
             served.manager.stop(block=False)
-        if self._told_model is model and self._publisher is not None and self._make_publisher:
-            self._told_model = None
+        if self._published_model is model and self._publisher is not None and self._make_publisher:
+            self._published_model = None
             self._publisher.close()
             self._publisher = self._make_publisher()
 
@@ -361,22 +360,22 @@ class ServedModels:
         """Publish the events of a new cache, unless another cache is published."""
         if self._publisher is None:
             return
-        if self._told_model is not None:
+        if self._published_model is not None:
             _log.warning(
-                "routers are told what %s has cached, and nothing of %s: give each model a server",
-                _name_of(self._told_model),
+                "KV events are published for %s, and none for %s: give each model a server",
+                _name_of(self._published_model),
                 _name_of(model),
             )
             return
-        self._told_model = model
+        self._published_model = model
         self._publisher.watch(cache)
 
     def find(self, model: Any) -> ServedModel | None:
-        """Return the entry of a model, None if it was not loaded by the server, or is no more."""
+        """Return the entry of a model; None if the server has not loaded it, or has unloaded it."""
         return self._by_id.get(id(model))
 
     def caches(self, loaded: Mapping[str, Any]) -> Iterator[tuple[str, PrefixCache]]:
-        """Yield the caches that are there now, by the names of what the server has loaded."""
+        """Yield the present caches, with the names under which the server has loaded the models."""
         for name, timed in list(loaded.items()):
             served = self.find(timed.model)
             if served is not None and served.cache is not None:
@@ -390,9 +389,9 @@ class ServedModels:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model, and its cache from the first request on that needs it; ``tell`` gets a new cache.
+    """One model and its cache, which the first request makes; ``tell`` is called with a new cache.
 
-    The cache is None before it is made, and if the model cannot be cached.
+    ``cache`` is None before the first request, and if the model cannot be cached.
     """
 
     model: Any
@@ -406,22 +405,22 @@ class ServedModel:
     _said: set[str] = field(default_factory=set)
 
     def prepare(self) -> PrefixCache | None:
-        """Make the cache if that was not tried yet, and says why if there can be none.
+        """Make the cache in the first call; log the reason if the model cannot be cached.
 
-        Called where the model is called: in its thread, or before the server begins.
+        To be called in the thread that calls the model, or before the server begins.
         """
         if not self._is_tried:
             self._is_tried = True
             try:
                 self.cache = PrefixCache(self.model, **self.settings)
-            except Exception as error:  # whatever a model raises that was not made for it
+            except Exception as error:  # a model that cannot be cached may raise any exception
                 self._warn(f"is served without a prefix cache: {str(error) or repr(error)}")
             else:
                 self.tell(self.model, self.cache)
         return self.cache
 
     def batches(self) -> PrefixCache | None:
-        """Return the cache if it serves the model in batches, else say why not, once."""
+        """Return the cache if it can batch requests; otherwise log the reason once."""
         cache = self.prepare()
         if cache is not None and self.serves_batches is None:
             try:
@@ -431,13 +430,13 @@ class ServedModel:
                 self.serves_batches = False
                 self._warn(f"is served request by request: {error}")
         if self.manager is not None and isinstance(self.manager.ended_by, ModelChangedError):
-            self.serves_batches = False  # it was moved or cast
+            self.serves_batches = False  # the model was moved or cast
         return cache if self.serves_batches else None
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
-        """Do what ``model.generate`` does, through the cache where it serves that.
+        """Call ``generate`` of the cache, or of the model if the cache cannot serve the request.
 
-        The request gets the number of cached tokens.
+        Set the number of cached tokens in the request.
         """
         cache = self.prepare()
         if cache is None:
@@ -448,7 +447,7 @@ class ServedModel:
             # No other call uses the cache here: all calls of a model come from one thread.
             request.cached_tokens = cache.last_skipped_tokens
 
-        for _ in range(2):  # again after a reset
+        for _ in range(2):  # twice, because the first call may end in a reset
             listener = _Listener(options["streamer"], count) if options.get("streamer") else None
             try:
                 output = cache.generate(
@@ -467,9 +466,9 @@ class ServedModel:
                 try:
                     cache.reset()
                     self._warn(f"begins its prefix cache anew: {error}")
-                except ModelChangedError as reason:  # it was moved or cast
+                except ModelChangedError as reason:  # the model was moved or cast
                     self._warn(f"is served without a prefix cache: {reason}")
-                    cache.close()  # this publishes its removals as well
+                    cache.close()  # also publishes the removal of its entries
                     self.cache = None
                     break
             else:
@@ -490,7 +489,7 @@ def _name_of(model: Any) -> str:
 
 
 class _Asked:
-    """A model as one request sees it: its ``generate`` goes through the cache."""
+    """A model for one request: ``generate`` uses the cache; all else is the model's."""
 
     def __init__(self, served: ServedModel, request: ServedRequest) -> None:
         self._served = served
@@ -504,16 +503,16 @@ class _Asked:
 
 
 class _Listener:
-    """Passes tokens to the server's streamer, and the prompt with the first token.
+    """Passes tokens to the server's streamer; holds back the prompt until the first token.
 
-    Until the first token the call may be repeated with a new listener.
+    Until then the call may be repeated with a new listener.
     """
 
     def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
         self._streamer = streamer
         self._on_answer = on_answer
         self._prompt: Any = None
-        self.has_begun = False  # a token of the answer was handed on
+        self.has_begun = False  # the streamer has got a token of the answer
 
     def put(self, value: Any) -> None:
         """Take the prompt, and then each token."""
