@@ -67,7 +67,7 @@ _TUNED_TOKENS = 256
 """Tokens per row of the rectangles that tune kernels in ``prepare``."""
 
 _TOLERANCES = {True: 1e-3, False: 0.15}
-"""Tolerated relative error of logits by "is single precision"; wrong attention is off by over 1."""
+"""Tolerated relative error of logits in single (True) and half precision; wrong ones exceed 1."""
 
 _MAX_TOLERANCE = 0.5
 """Upper limit of the tolerance for models whose own results vary as much by rounding."""
@@ -83,17 +83,17 @@ _SEED_MASK = 2**64 - 1
 class BatchStats:
     """Counts of batched computation; ``stats()`` returns the counts of the cache.
 
-    A rectangle is a forward over chunks of prompts, one per row, padded to one length.
+    A rectangle is a forward over chunks of prompts, one in each row, padded to one length.
 
     Attributes:
         generate_calls: Calls of ``generate`` that were computed as a batch.
         steps: Steps of all kinds.
         decode_steps: Steps in which a request decoded.
         decoded_tokens: Tokens from decode steps.
-        prefill_forwards: Forwards over chunks of prompts.
-        prefill_tokens: Prompt tokens that these forwards computed, without padding.
-        rectangles: Forwards over chunks of more than one prompt.
-        padding_tokens: Padding tokens computed in prefill forwards.
+        prefill_forwards: Rectangles of any number of rows.
+        prefill_tokens: Prompt tokens computed in rectangles.
+        rectangles: Rectangles of more than one row.
+        padding_tokens: Padding tokens computed in rectangles.
         moves: Requests moved to lower rows so that a smaller decode batch holds all.
         captures: CUDA graphs captured.
         graph_sizes: Sizes of decode batches that have a CUDA graph now.
@@ -147,9 +147,10 @@ _Part: TypeAlias = "tuple[torch.Tensor, Sequence[BatchRequest | None]]"
 
 
 class Batcher:
-    """Run requests in batches, with a context that shares the blocks and slots of the store.
+    """Runs requests in batches: for ``generate_batch`` by ``step``, for ``generate`` by its rows.
 
-    ``generate_batch`` calls ``step``; ``generate`` calls ``compute_rows`` and ``take_rows``.
+    In each step the scheduler admits requests, the context begins and commits, ``BatchForwards``
+    computes, and the batcher chooses tokens and ends requests. Prefixes lie in the shared store.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Batcher:
         self._num_requests = 0
         self._has_faults = False  # some requests may have a ``fault`` from their last step
         self._rows: list[BatchRequest] = []  # the rows of a call of ``generate``
-        self._untold: list[PreparedRequest] = []  # prompts without an ``Admitted`` event so far
+        self._unannounced: list[PreparedRequest] = []  # prompts without ``Admitted`` events
         # Between ``compute_rows`` and ``take_rows``: the step, its sampling requests, its chunks.
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         # Two steps of one token each complete one block at most, if a block is longer than a token.
@@ -284,7 +285,7 @@ class Batcher:
             one.fork_of = made[0]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
-        self._untold.append(prepared)
+        self._unannounced.append(prepared)
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
             one.max_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
@@ -390,10 +391,7 @@ class Batcher:
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
     def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
-        """Capture decode steps of up to ``most_requests`` rows; to be called while no request runs.
-
-        None: as many rows as there are waiting requests.
-        """
+        """Capture decode steps of up to ``most_requests`` rows (None: one for each request)."""
         count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
         self._graphs.prepare(
@@ -529,7 +527,7 @@ class Batcher:
         return over
 
     def _find(self, request: BatchRequest) -> int:
-        """Load a prompt's prefix from the lower tiers; return how many of its tokens are cached."""
+        """Load a prompt's prefix from the tiers; return how many of its tokens are cached then."""
         prepared, tiers = request.prepared, self._store.tiers
         if tiers.host is not None:
             sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
@@ -615,10 +613,7 @@ class Batcher:
     def _sampling(
         self, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
     ) -> tuple[list[_Part], list[BatchRequest]]:
-        """Return logits with their requests, and the requests that sample their first token.
-
-        The latter include the forks of a finished prompt.
-        """
+        """Return logits with their requests, and requests and forks that sample first tokens."""
         parts: list[_Part] = []
         if logits is not None:
             decoding = self._decoding
@@ -717,8 +712,8 @@ class Batcher:
         computed: Sequence[ComputedChunks],
     ) -> list[BatchRequest]:
         """Commit a step; return the requests that sampled, in the order of their tokens."""
-        while self._untold:
-            prepared = self._untold.pop(0)
+        while self._unannounced:
+            prepared = self._unannounced.pop(0)
             self._store.tell_admitted(prepared.request, prepared.hashes)
         decoded = self._decoding.requests if len(step.decode_rows) else []
         chunks = [(self._scheduler.find(part.request_id), part) for part in step.prefills]
@@ -923,7 +918,7 @@ class Batcher:
         self._scheduler.reset()
         self._decoding = _Decoding()
         self._has_faults = False
-        self._rows, self._untold, self._open, self._late = [], [], None, None
+        self._rows, self._unannounced, self._open, self._late = [], [], None, None
         self._has_listeners = False
 
 
