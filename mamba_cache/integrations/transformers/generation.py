@@ -61,12 +61,12 @@ class Generation:
     runner: ModelRunner
     prefiller: Prefiller
     store: PrefixStore
-    fields: dict[str, Any]  # of the prompts, as ``Request`` has them
+    fields: dict[str, Any]  # fields of each prompt's ``Request``
     checkpoints: Sequence[Sequence[int]]
     served: ServedOptions
     keeps_decoded: bool
     variant: str | None
-    # None: no batch can compute what the options ask for.
+    # None: the options exclude a batch.
     find_batcher: Callable[[], Batcher | None] | None = None
     has_streamer: bool = False
     cache: Any = None  # the cache object for ``generate``
@@ -160,7 +160,7 @@ class Generation:
 
         Arguments and result are those of ``forward``, with logits of the last token at least.
         """
-        if kwargs.get(self.runner.cache_name) is not self.cache:  # another caller's
+        if kwargs.get(self.runner.cache_name) is not self.cache:  # a call by another caller
             return forward(*args, **kwargs)
         if self._is_batched:
             self._take_rows()
@@ -228,7 +228,7 @@ class Generation:
         can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
         if not is_single and (self.prefiller.min_tokens > 1 or not can_wait):
             return False
-        most = self.served.max_length  # columns of prompts and answers
+        most = self.served.max_length  # maximum columns of prompts and answers
         if self.served.max_new_tokens is not None:
             most = prompts[0].padding + len(prompts[0].tokens) + self.served.max_new_tokens
         self._batcher = batcher = self.find_batcher()
@@ -277,7 +277,7 @@ class Generation:
         return batcher.replays(len(prompts))
 
     def _num_left(self, prompts: Iterable[npt.NDArray[np.int32]]) -> int:
-        """Count the tokens of prompts that are not cached."""
+        """Return the number of uncached tokens of prompts."""
         count, key = 0, self.runner.fingerprint.key
         for tokens in prompts:
             record = self.store.open(tokens, key, min_computed=1, **self.fields)
@@ -353,7 +353,7 @@ class Generation:
             num_tokens = num_columns - row.prompt.padding
             if num_tokens % size:
                 continue
-            is_open = len(self._rows) == 1  # one row ends with the call
+            is_open = len(self._rows) == 1  # the call ends when its only row ends
             if not is_open:
                 self._read_columns(len(self._columns))
                 is_open = len(self._answer(index)) == num_tokens - len(row.prompt.tokens)
