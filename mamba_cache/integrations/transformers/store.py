@@ -102,7 +102,7 @@ class PrefixStore(CacheMemory):
         # By adapter key: the dtypes in the model's cache, if they differ from the layout's, as
         # under autocast.
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
-        self._told_lora_id: ExtraKey = None
+        self._events_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | _NoTiers = _NoTiers()
 
     def add_tiers(self, tiers: PrefixTiers) -> None:
@@ -150,7 +150,7 @@ class PrefixStore(CacheMemory):
             request_id=request_id,
             prompt_tokens=tokens,
             lora_id=cast("str | int | None", lora_id),
-            tells_tokens=self._is_told(lora_id),
+            tells_tokens=self._sends_tokens(lora_id),
             **fields,
         )
 
@@ -176,13 +176,13 @@ class PrefixStore(CacheMemory):
         sequence.num_initial = len(tokens)
         return SequenceRecord(self, sequence, match, match.block_ids)
 
-    def _is_told(self, lora_id: ExtraKey) -> bool:
+    def _sends_tokens(self, lora_id: ExtraKey) -> bool:
         """Return whether listeners get the tokens of sequences with a key."""
         if not self.kv_blocks.listeners.wants(Stored):
             return False
         # Listeners identify prefixes by tokens alone, so they get those of the first key only.
-        self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
-        return self._told_lora_id == lora_id
+        self._events_lora_id = lora_id if self._events_lora_id is None else self._events_lora_id
+        return self._events_lora_id == lora_id
 
     def tell_admitted(self, request: Request, hashes: BlockHashes) -> None:
         """Send listeners the event that a prompt was admitted."""
@@ -203,7 +203,7 @@ class PrefixStore(CacheMemory):
         """Remove every prefix and set every count to zero."""
         self.clear()
         self.live_dtypes.clear()
-        self._told_lora_id = None
+        self._events_lora_id = None
         self.tiers.reset()
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class SequenceRecord:
         self._size = store.layout.block_size_tokens
         self.sequence = sequence
         self.match = match
-        self.positions = positions  # block boundaries after which states are to be saved
+        self.positions = positions  # block boundaries at which states are to be saved
         self._blocks = [*blocks]  # held, in the order of the sequence
         store.kv_blocks.retain_memory_blocks(self._blocks)
         self._reserved: list[Checkpoint] = []
@@ -335,7 +335,7 @@ class SequenceRecord:
         self._store.index.cancel(reserved)
 
     def _can_be_kept(self, memory: SequenceMemory) -> bool:
-        """Return whether the store's dtypes hold those of ``memory`` exactly; note the latter."""
+        """Return whether the store's dtypes hold ``memory`` exactly; record its dtypes."""
         kept, given = self._store.layout.dtypes, memory.dtypes()
         if given == kept:
             return True
@@ -344,7 +344,7 @@ class SequenceRecord:
         return self._store.live_dtypes.setdefault(self.sequence.request.lora_id, given) == given
 
     def _hold_up_to(self, number: int) -> None:
-        """Allocate the sequence's blocks up to ``number`` of them, or as many as are available."""
+        """Allocate blocks until the sequence has ``number``, or as many as are available."""
         missing, kv_blocks = number - len(self._blocks), self._store.kv_blocks
         if missing <= 0:
             return
