@@ -53,7 +53,7 @@ class RectangleShape:
     """The properties of a rectangle that a CUDA graph fixes; its other inputs are tensors."""
 
     num_rows: int
-    num_tokens: int  # of each row, padding included
+    num_tokens: int  # tokens per row, padding included
     # A layer scans a row in pieces that end at its checkpoints; the last piece ends at its last
     # token. These are the tokens of each piece, padded to the longest one of all rows.
     widths: tuple[int, ...]
@@ -116,7 +116,7 @@ class BatchForwards:
         self._kv_spec = layout.kv_spec()
         self._attention = PagedAttention(runner.model, context.kv_cache)
         self._graphs = graphs
-        self._decode_caches: dict[int, Any] = {}  # by rows
+        self._decode_caches: dict[int, Any] = {}  # by number of rows
         self._inputs: dict[RectangleShape, torch.Tensor] = {}  # by shape that may be captured
         self.costs = RectangleCosts(context.device)
         self._has_all = True  # the last forward saved all states of its checkpoints
@@ -198,7 +198,7 @@ class BatchForwards:
         rows = [*group, *[group[0]] * (shape.num_rows - len(group))]
         given = self._inputs_of(shape, rows)
         inputs = self._room_for(shape, given).copy_(given)
-        self._has_all = True  # or it raises
+        self._has_all = True  # a ragged rectangle saves all states, or its forward raises
         compute = partial(self._forward, shape, inputs)
         self._graphs.use(shape, compute)
         with self.costs.computing(shape.num_rows * shape.num_tokens):
