@@ -80,7 +80,7 @@ class StepGraphs:
     num_bytes: int = 0  # device memory of the graphs
     eager_reason: str = ""  # why the last eager decode step had no graph
     _graphs: dict[Hashable, _Graph] = field(default_factory=dict)
-    _used: set[Hashable] = field(default_factory=set)  # keys that ran eagerly since the last move
+    _used: set[Hashable] = field(default_factory=set)  # shapes used since graphs were dropped
     _made_for: Hashable = None  # addresses and settings for which the graphs are right
     _moves: int = 0  # calls in a row with moved weights or changed settings
     _reason: str = _NO_CALL  # why this call uses no graphs; empty if it does
