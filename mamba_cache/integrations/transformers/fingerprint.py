@@ -48,7 +48,7 @@ _ForeignKind = Literal[
 BypassReason = _ForeignKind | Literal["hidden tokens"]
 """Why a call neither used the cache nor filled it, as ``CacheStats.bypasses`` counts it."""
 
-# Only if installed, because a user's own module may be called kernels.py.
+# Libraries only if they are installed, because a user's own module may be called kernels.py.
 _OPTIONAL = ("accelerate", "kernels", "peft")
 _LIBRARIES = frozenset(
     {"mamba_cache", "torch", "transformers", *filter(installed_version, _OPTIONAL)}
@@ -116,10 +116,10 @@ class ModelFingerprint:
     """Detects any change to a model that could change its results.
 
     All settings are hashed into ``key``, which is part of block hashes: with changed settings other
-    prefixes are found. ``confirm`` raises if weights differ from those of the first call. Code from
-    outside the libraries is foreign and is not read: a call bypasses the cache if there is any,
-    unless ``variant`` names it. Each call runs ``begin`` before its forwards, and ``confirm`` once
-    they are enqueued.
+    prefixes are found. ``confirm`` raises if weights differ from those of the cached prefixes. Code
+    from outside the libraries is foreign and is not read: a call bypasses the cache if there is
+    any, unless ``variant`` names it. Each call runs ``begin`` before its forwards, and ``confirm``
+    once they are enqueued.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class _Known:
         self._count = count(1)
 
     def number(self, code: Any) -> int:
-        """Return the number of a function or class; unlike an ``id`` it is never used again."""
+        """Return the number of a function or class; unlike an ``id``, no other object gets it."""
         return self._numbers.setdefault(code, next(self._count))
 
     def file_digest(self, module_name: str) -> str | None:
@@ -372,7 +372,7 @@ class _Reading:
         self._own: set[str] = set()  # of ``modules_of_code`` those of the model's classes
         self._names: dict[int, str] = {}  # names of the model's modules by id
         self._paths: dict[int, str] = {}  # paths of all objects read, by id
-        self._configs: list[Any] = []
+        self._configs: list[Any] = []  # the model's configurations
         # Compared by ``is_current``: members of collections, and single entries of dicts.
         self._members: list[Any] = []
         self._owners: list[dict[Any, Any]] = []
@@ -433,16 +433,16 @@ class _Reading:
         if path in self._known.left_out:
             return
         if _is_plain(value):
-            self._say(path, f"{kind.__name__} {value!r}")
+            self._record(path, f"{kind.__name__} {value!r}")
         elif id(value) in self._paths:
-            self._say(path, f"as {self._paths[id(value)]}")
+            self._record(path, f"as {self._paths[id(value)]}")
         elif isinstance(value, torch.Tensor):
             self._read_tensor(path, value)
         elif isinstance(value, torch.nn.Module):
             self._read_module(path, value)
         elif kind in (set, frozenset) and all(map(_is_plain, value)):
             self._members.append(value)
-            self._say(path, f"{kind.__name__} {sorted(map(repr, value))}")
+            self._record(path, f"{kind.__name__} {sorted(map(repr, value))}")
         elif kind in (list, tuple, dict, OrderedDict):
             self._read_items(path, value)
         elif isinstance(value, _FUNCTION_TYPES):
@@ -453,14 +453,14 @@ class _Reading:
     def _read_tensor(self, path: str, tensor: torch.Tensor) -> None:
         self._paths[id(tensor)] = path
         self.tensors[path] = tensor
-        self._say(path, f"tensor {tensor.dtype} {tuple(tensor.shape)}")
+        self._record(path, f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         if tensor.device.type != "meta" and not _is_readable(tensor):
             name = f"a {type(tensor).__name__} whose values cannot be read"
             self._find("foreign attribute", path, name, tensor)
 
     def _read_module(self, path: str, module: torch.nn.Module) -> None:
         self._paths[id(module)] = path
-        self._say_code(path, "module", type(module))
+        self._record_code(path, "module", type(module))
         if isinstance(module, torch.jit.ScriptModule):
             self._find("foreign attribute", path, "a module of TorchScript", module)
             return
@@ -471,7 +471,7 @@ class _Reading:
                 continue
             if _is_own_method(value, module):
                 if value.__func__ is not method:
-                    self._say(f"{path}.{name}", f"its method {value.__func__.__name__}")
+                    self._record(f"{path}.{name}", f"its method {value.__func__.__name__}")
             elif callable(method) and callable(value) and not isinstance(value, torch.nn.Module):
                 self._read_function(f"{path}.{name}", value, "replaced method")
             else:
@@ -508,15 +508,15 @@ class _Reading:
             self._read(f"{path}.keywords", function.keywords)
         elif isinstance(function, MethodType):
             owner = self._names.get(id(function.__self__))
-            self._say_code(path, f"method of {owner}", function.__func__)
+            self._record_code(path, f"method of {owner}", function.__func__)
             if owner is None:
                 self._read(f"{path}.__self__", function.__self__)
         else:
-            self._say_code(path, "function", function)
+            self._record_code(path, "function", function)
 
     def _read_items(self, path: str, items: Any) -> None:
         self._paths[id(items)] = path
-        self._say(path, f"{type(items).__name__} {len(items)}")
+        self._record(path, f"{type(items).__name__} {len(items)}")
         if not isinstance(items, dict):
             self._members.append(items)
             for index, value in enumerate(items):
@@ -535,7 +535,7 @@ class _Reading:
         if is_config:
             self._configs.append(value)
         elif f"{kind.__module__}.".startswith(_OPAQUE):
-            self._say_code(path, "object", kind)
+            self._record_code(path, "object", kind)
             return
         is_foreign = not (is_config or is_library(kind.__module__))
         is_patched = callable(value) and foreign_layer(value) is not None
@@ -545,7 +545,7 @@ class _Reading:
             what = f"an object of class {kind.__qualname__} of module {kind.__module__}"
             self._find("foreign attribute", path, what, value)
             return
-        self._say_code(path, "object", kind)
+        self._record_code(path, "object", kind)
         self._add_code(kind.__module__)
         for name, found in self._attributes(path, value):
             self._read(f"{path}.{name}", found)
@@ -567,12 +567,12 @@ class _Reading:
                 functions[name] = function
                 self._add_code(_module_of(function))
             elif _is_plain(value) and not name.startswith("__"):
-                self._say(f"{path}.{name}", repr(value))
+                self._record(f"{path}.{name}", repr(value))
         first = self._known.functions.setdefault(owner, functions)
         names = first.keys() if isinstance(owner, ModuleType) else first.keys() | functions.keys()
         for name in sorted(names):
             if name not in functions:
-                self._say(f"{path}.{name}", "removed")
+                self._record(f"{path}.{name}", "removed")
             elif functions[name] is not first.get(name):
                 self._read_function(f"{path}.{name}", functions[name], "replaced method")
 
@@ -584,7 +584,7 @@ class _Reading:
         for name in sorted(used & namespace.keys()):
             path, value = f"module {file.__name__}.{name}", namespace[name]
             if isinstance(value, _FUNCTION_TYPES):
-                self._say_code(path, "function", value)
+                self._record_code(path, "function", value)
                 self._add_code(_module_of(value))
             elif _is_plain(value) or isinstance(value, (torch.Tensor, list, tuple, dict)):
                 self._read(path, value)
@@ -613,19 +613,19 @@ class _Reading:
                     self._read_function(path, function, "registered function")
 
     def _find(self, kind: _ForeignKind, path: str, layer: str, value: object) -> None:
-        self._say(path, "foreign")
+        self._record(path, "foreign")
         self.unknown[path] = id(value)
         self.foreign.setdefault(kind, f"{path.removeprefix(_ROOT)} is {layer}")
 
-    def _say(self, path: str, value: str, number: int = 0) -> None:
+    def _record(self, path: str, value: str, number: int = 0) -> None:
         self.values[path] = value, number
 
-    def _say_code(self, path: str, what: str, code: Any) -> None:
+    def _record_code(self, path: str, what: str, code: Any) -> None:
         if not isinstance(code, _FUNCTION_TYPES):  # a callable object: its class has the code
             code = type(code)
         module = _module_of(code)
         number = 0 if is_library(module) else self._known.number(code)
-        self._say(path, f"{what} {module}.{getattr(code, '__qualname__', '')}", number)
+        self._record(path, f"{what} {module}.{getattr(code, '__qualname__', '')}", number)
 
     def _add_code(self, module_name: str | None) -> None:
         root = str(module_name).partition(".")[0]
@@ -633,7 +633,7 @@ class _Reading:
             self.modules_of_code.add(str(module_name))
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
-        """Watch a dict; without the entries that a forward rewrites."""
+        """Watch a dict, except for entries that a forward rewrites."""
         self._members.append(items)
         rewritten = {name for name in items if f"{path}.{name}" in self._known.left_out}
         if not rewritten:
