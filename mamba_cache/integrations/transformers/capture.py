@@ -63,7 +63,7 @@ class ScanRun:
         return tuple(accumulate(self.widths[:-1]))
 
     def compute(self, scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the function ``scan``: compute it piece by piece, and note the states."""
+        """Stand in for the function ``scan``: compute it in pieces, and keep their last states."""
         initial = next(iter(_INITIAL & kwargs.keys()), None)
         if initial is None or not any(kwargs.get(name) for name in _RETURNS_FINAL):
             return scan(*args, **kwargs)
@@ -173,8 +173,8 @@ class StateCapture:
     ) -> Iterator[set[int]]:
         """Capture states of the forward in the body, over ``num_tokens`` from ``start`` on.
 
-        ``rooms`` has the target of each position's state. Targets of windows have their full width,
-        and are filled with zeros if the position is smaller. Yield a set; after the body it has the
+        ``rooms`` has the target of each position's state. Targets of windows have their full width;
+        places for tokens that do not exist are zeroed. Yield a set; after the body it has the
         positions of which all states were captured.
         """
         positions = sorted(rooms)
