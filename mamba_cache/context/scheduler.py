@@ -1,8 +1,8 @@
-"""The scheduler: which requests take part in a step, and with how many tokens.
+"""The scheduler: chooses the requests of each step, and their numbers of tokens.
 
-Requests that begin alike share work that is not done yet. Of several prompts submitted together,
-one computes what they have in common. It saves a state where each of the others branches
-off; those may wait for it, and then resume from there.
+Queued requests with a common prefix share its computation. One of them computes the prefix, and
+saves a state where each of the others branches off. The others may wait for that state, and resume
+from it.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ _Drafts = Mapping[Hashable, Sequence[int]]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What the scheduler keeps of a request that is not finished."""
+    """The scheduler's record of an unfinished request."""
 
-    prepared: PreparedRequest  # its checked tokens and block hashes
+    prepared: PreparedRequest  # with checked tokens and block hashes
     reusable_blocks: int
     fork_of: QueuedRequest | None = None
-    forks: Sequence[QueuedRequest] = ()  # requests that are to be forks of it
+    forks: Sequence[QueuedRequest] = ()  # requests that become forks of this request
     branch_positions: set[int] = field(default_factory=set)
-    waited_steps: int = 0  # steps in which it let others go first
-    prefetch: Prefetch | None = None  # loads from disk and store that it waits for; None: not begun
-    error: Exception | None = None  # why it cannot run; it takes part in no further step
-    last_output: Sequence[int] = ()  # what it had generated when that turned out
-    number: int = -1  # its place in the order of precedence
+    waited_steps: int = 0  # number of steps spent waiting for another request's prefix
+    prefetch: Prefetch | None = None  # of its prefix from disk and store; None: not begun
+    error: Exception | None = None  # why the request cannot run; it is never scheduled again
+    last_output: Sequence[int] = ()  # tokens generated before the error
+    number: int = -1  # precedence: lower numbers come first
 
     @property
     def key(self) -> Hashable:
-        """The context's id of it."""
+        """Id of the request in the context."""
         return self.prepared.request.request_id
 
     @property
     def name(self) -> Hashable:
-        """What its caller calls it."""
+        """Name of the request for its caller."""
         return self.key
 
     def note_admission(self, admission: Admission) -> None:
-        """Note that it was admitted or resumed; for those that report it."""
+        """Record an admission; a hook for subclasses that report it."""
 
 
 _Request = TypeVar("_Request", bound=QueuedRequest)
 
 
 class Scheduler(Generic[_Request]):
-    """Fills steps: decoding requests first, then prompts begun, then preempted, then queued ones.
+    """Fills steps: first decoding requests, then begun prompts, preempted and queued requests.
 
-    Requests that came earlier have precedence. When memory runs out, the youngest request that
-    holds some is preempted and resumes later. So the oldest always gets on, and with it all.
+    Earlier requests have precedence. When memory runs out, the newest request with memory is
+    preempted, and resumes later. So the oldest request always advances, and finally all do.
 
-    It keeps the requests that are not finished, in the order in which they came. Which of them run,
-    and how far each is, it asks the context each time: a request that the context does not know is
-    queued. So after an interruption there is nothing here that could disagree.
+    The scheduler has the unfinished requests in order of arrival. Their status and progress are
+    read from the context each time: a request that is not in the context is queued. So an
+    interruption cannot make scheduler and context disagree.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Scheduler(Generic[_Request]):
         self._propose = propose
         self._block_size = context.config.block_size_tokens
         self._min_chunk = context.config.min_computed_tokens
-        # Without slots nothing can be resumed from, so waiting would gain nothing.
+        # Without slots no request can resume from a state, so waiting is useless.
         self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
-        self.max_chunk_tokens = context.config.max_tokens  # tokens of prompts in one step
-        self.max_requests = context.config.max_requests  # requests that hold memory at once
-        self.is_lockstep = False  # requests decode only in steps without prompts
+        self.max_chunk_tokens = context.config.max_tokens  # maximum prompt tokens in one step
+        self.max_requests = context.config.max_requests  # maximum number of requests with memory
+        self.is_lockstep = False  # whether requests decode only in steps without prompts
         self._requests: dict[Hashable, _Request] = {}
         self._num_added = 0
-        self._queue: dict[Hashable, _Request] | None = None  # of the step that is being filled
+        self._queue: dict[Hashable, _Request] | None = None  # queued requests, cached for one step
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -112,52 +112,52 @@ class Scheduler(Generic[_Request]):
 
     @property
     def failed(self) -> list[_Request]:
-        """Requests that cannot run, not even alone, and are still to be removed."""
+        """Requests that cannot run, even alone, and have not been removed yet."""
         return [request for request in self._requests.values() if request.error is not None]
 
     def knows(self, request: QueuedRequest) -> bool:
-        """Say whether a request, and not another of its id, is among them."""
+        """Return whether this very request, not another one of its id, is unfinished."""
         return self._requests.get(request.key) is request
 
     def find(self, request_id: Hashable) -> _Request:
-        """Return a request that is not finished."""
+        """Return an unfinished request."""
         return self._requests[request_id]
 
     def output(self, request: QueuedRequest, start: int = 0) -> Sequence[int]:
-        """Return what a request generated, but the first ``start`` tokens of it."""
+        """Return the generated tokens of a request, without the first ``start`` tokens."""
         try:
             return self._context.output(request.key, start)
-        except UnknownRequestError:  # not admitted yet, or not any more
+        except UnknownRequestError:  # not admitted yet, or failed
             return request.last_output[start:]
 
     def add(self, request: _Request) -> None:
-        """Queue a request of an id that is not in use."""
+        """Queue a request; its id must not be in use."""
         request.number = self._num_added
         self._num_added += 1
         self._requests[request.key] = request
 
     def remove(self, request_id: Hashable) -> None:
-        """Forget a request, or its failure, and take back what it holds.
+        """Remove a request, also one that failed, and release its memory.
 
-        What it cached stays findable.
+        Its published blocks and states stay cached.
         """
         known = self._requests.pop(request_id, None) is not None
-        # Interrupted here, the context has a request that is not known; ``recover`` ends it.
+        # If interrupted here, the context still has the request; ``recover`` finishes it.
         try:
             self._context.finish(request_id)
         except UnknownRequestError:
-            if not known:  # a queued one is not in the context
+            if not known:  # a queued request is not in the context
                 raise
 
     def rename(self, request_id: Hashable, request: _Request) -> None:
-        """Note that ``request`` was ``request_id``; its place in the order stays."""
+        """Record that ``request`` was ``request_id`` before; its precedence stays."""
         del self._requests[request_id]
         self._requests[request.key] = request
 
     def fork(self, request: _Request, sample_first: Callable[[_Request], int]) -> list[_Request]:
-        """Fork a request that has its first token by now, for as many as there is room for.
+        """Fork a request that has its first token, for as many of its forks as there is room for.
 
-        The others are computed by themselves, and find what of the prompt is cached.
+        The remaining forks are run as ordinary requests, which find the cached prompt.
         """
         config, rows = self._context.config, self._context.request_table
         room = min(
@@ -177,16 +177,16 @@ class Scheduler(Generic[_Request]):
         return forks
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Remove all requests."""
         for request_id in list(self._requests):
             self.remove(request_id)
 
     def reset(self) -> None:
-        """Forget all requests; the context's owner has reset it."""
+        """Forget all requests, after the context was reset."""
         self._requests.clear()
 
     def recover(self) -> None:
-        """Take back what a call that broke off has left: a step, or a request half removed."""
+        """Clean up after an interrupted call: abort its step, finish requests half removed."""
         with suppress(StepOrderError):  # there may be none in flight
             self._context.abort_step()
         for request_id in self._context.statuses():
@@ -194,17 +194,17 @@ class Scheduler(Generic[_Request]):
                 self._context.finish(request_id)
 
     def preempt_all(self) -> None:
-        """Take back the step in flight and preempt all requests, which keep their tokens.
+        """Abort the step in flight and preempt all requests, which keep their tokens.
 
-        They resume from what is cached. It is for a forward that broke off: it may have written
-        any live state, also of requests that it did not compute.
+        The requests resume from cached states. Call this after a forward was interrupted: it may
+        have written any live state, also of requests that it did not compute.
         """
         self.recover()
         for request in self._holding():
             self._context.preempt(request.key)
 
     def begin_step(self, *, leaves_out: Collection[Hashable] = ()) -> Step | None:
-        """Begin a step with all requests that can run, but the decoding requests ``leaves_out``."""
+        """Begin a step with all requests that can run, without decoding ones in ``leaves_out``."""
         self._prefetch()
         if not self.is_steady:
             self._fill_step()
@@ -223,13 +223,13 @@ class Scheduler(Generic[_Request]):
             except BlockCapacityError as error:
                 shortage = error
             if drafts:
-                drafts = {}  # a guess is not worth another request's place
-            else:  # chunks have their blocks: a decoding request lacks one
+                drafts = {}  # dropping drafts is better than preempting a request
+            else:  # chunks have their blocks already: a decoding request lacks one
                 self._make_room(self._with_status(RequestStatus.DECODING)[-1], shortage)
         return None
 
     def _prefetch(self) -> None:
-        """Have disk and store bring what they have of queued requests; steps go on meanwhile."""
+        """Begin prefetches for queued requests; steps go on meanwhile."""
         if self._context.disk_tier is None and self._context.store_tier is None:
             return
         self._context.poll_tiers()
@@ -241,7 +241,7 @@ class Scheduler(Generic[_Request]):
                 )
 
     def _fill_step(self) -> None:
-        """Schedule chunks until there is something to compute, or nothing left that could run."""
+        """Schedule chunks until the step has work, or no request is left that could run."""
         while True:
             while (shortage := self._schedule()) and not self._has_work():
                 self._make_room(*shortage)
@@ -266,7 +266,7 @@ class Scheduler(Generic[_Request]):
             (self._admit, None),
         ):
             is_new = place != self._continue
-            if is_new and room <= 0:  # those that wait are not even looked at
+            if is_new and room <= 0:  # without reading the queue
                 return None
             requests = self._with_status(status) if status else list(self._queued().values())
             for request in requests:
@@ -275,14 +275,14 @@ class Scheduler(Generic[_Request]):
                 try:
                     num_tokens = place(request, budget)
                 except CapacityError as error:
-                    # Those behind it stay behind it: small ones must not starve a large one.
+                    # Later requests must wait too: small ones must not starve a large one.
                     return request, error
                 budget -= num_tokens
                 room -= is_new and num_tokens > 0
         return None
 
     def _queued(self) -> dict[Hashable, _Request]:
-        """Return the requests that are not admitted and could be, in their order."""
+        """Return the requests that can be admitted, in order of arrival."""
         if self._queue is None:
             statuses = self._context.statuses()
             self._queue = {
@@ -309,7 +309,7 @@ class Scheduler(Generic[_Request]):
         return num_tokens
 
     def _resume(self, request: _Request, budget: int) -> int:
-        # Where it will start is not known yet, but that it is the end of a block.
+        # The start is not known yet, only that it is a block boundary: 0 stands for it.
         num_known = self._context.request_table.find(request.key).num_known
         chunk_tokens = self._chunk_tokens(0, num_known, budget)
         admission = self._context.resume_request(request.key, chunk_tokens=chunk_tokens)
@@ -336,33 +336,33 @@ class Scheduler(Generic[_Request]):
         return admission.chunk_tokens
 
     def _chunk_tokens(self, start: int, end: int, budget: int) -> int:
-        """Return how many tokens to compute, up to a block's end if not to ``end``."""
+        """Return the tokens of the next chunk within ``budget``, up to ``end`` or a block's end."""
         left = end - start
         if left <= budget:
             return left
         whole_blocks = (start + budget) // self._block_size * self._block_size - start
         size = whole_blocks if whole_blocks > 0 else budget
-        # A prompt's last chunk must not be shorter than the model can resume with.
+        # A prompt's last chunk must not be shorter than min_computed_tokens.
         too_few = left - size < self._min_chunk and size > self._min_chunk
         return size - (self._min_chunk - 1) if too_few else size
 
     def _branches_off(self, request: _Request, start: int) -> list[int]:
-        """Return where queued requests branch off one that computes from ``start`` on, ascending.
+        """Return positions from ``start`` where queued requests branch off a request, ascending.
 
-        States before ``start`` cannot be saved any more, and what the request was told before is
-        not repeated. It may be among those that are queued.
+        States before ``start`` cannot be saved any more. Positions that the request has already are
+        left out. The request itself may be queued.
         """
         own, block = request.prepared.chain.digests, start // self._block_size
         found = set()
         for other in self._queued().values() if block < len(own) else ():
-            its = other.prepared.chain.digests
-            # Most share no block behind the start with it; one look tells that.
-            if other is not request and block < len(its) and its[block] == own[block]:
+            others = other.prepared.chain.digests
+            # Most requests share no block from ``start`` on: comparing one digest shows it.
+            if other is not request and block < len(others) and others[block] == own[block]:
                 found.add(common_blocks(other, request) * self._block_size)
         return sorted(found - request.branch_positions)
 
     def _awaits_fork(self, request: _Request) -> bool:
-        """Say whether a queued request will be a fork of one that has no token yet."""
+        """Return whether a queued request will be a fork of a request that has no token yet."""
         other = request.fork_of
         return (
             other is not None
@@ -372,10 +372,10 @@ class Scheduler(Generic[_Request]):
         )
 
     def _waits(self, request: _Request, skip_tokens: int) -> bool:
-        """Say whether a scheduled request will save a state of a longer prefix of a queued one."""
+        """Return whether a scheduled request will save a state that lets ``request`` skip more."""
         if request.waited_steps >= self._max_wait_steps:
             return False
-        # Usually there are none, and the statuses are not read.
+        # Usually none do: then the statuses are not read.
         branching = [other for other in self._requests.values() if other.branch_positions]
         statuses = self._context.statuses() if branching else {}
         table = self._context.request_table
@@ -389,7 +389,7 @@ class Scheduler(Generic[_Request]):
         return False
 
     def _make_room(self, request: _Request, error: CapacityError) -> None:
-        """Preempt the youngest request that holds memory; if none is left, end this one."""
+        """Preempt the newest request with memory; if there is no other, fail ``request``."""
         holding = self._holding()
         if len(holding) > 1:
             self._context.preempt(holding[-1].key)
@@ -407,12 +407,12 @@ class Scheduler(Generic[_Request]):
     def _holding(self) -> list[_Request]:
         return self._with_status(*(set(RequestStatus) - {RequestStatus.PREEMPTED}))
 
-    def _with_status(self, *wanted: RequestStatus) -> list[_Request]:
-        """Return requests that can run and are in one of the states ``wanted``, oldest first."""
+    def _with_status(self, *allowed: RequestStatus) -> list[_Request]:
+        """Return requests without error whose status is one of ``allowed``, oldest first."""
         found = [
             request
             for request_id, status in self._context.statuses().items()
-            if status in wanted
+            if status in allowed
             and (request := self._requests.get(request_id)) is not None
             and request.error is None
         ]
@@ -420,11 +420,11 @@ class Scheduler(Generic[_Request]):
 
 
 def common_blocks(request: QueuedRequest, other: QueuedRequest) -> int:
-    """Count the leading blocks that ``request`` need not compute once ``other`` has.
+    """Return the number of leading blocks that ``request`` can reuse from ``other``.
 
-    Each digest names the whole prefix up to its block's end, so where one differs, all later ones
-    do: a binary search finds the first.
+    A digest names the whole prefix up to its block's end, so after the first difference all digests
+    differ: a binary search finds it.
     """
-    own, its = request.prepared.chain.digests, other.prepared.hashes.digests
-    limit = min(request.reusable_blocks, len(its))
-    return bisect_left(range(limit), True, key=lambda block: own[block] != its[block])
+    own, others = request.prepared.chain.digests, other.prepared.hashes.digests
+    limit = min(request.reusable_blocks, len(others))
+    return bisect_left(range(limit), True, key=lambda block: own[block] != others[block])

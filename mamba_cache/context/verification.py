@@ -1,4 +1,4 @@
-"""Verification of hits: a sample of them is computed again without the cache, and compared."""
+"""Verification of hits: a sample is computed again without the cache, and compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAX_WAITING: Final = 64
-"""Sampled hits that wait to be verified; a further one takes the place of the oldest."""
+"""Maximum number of queued hits; a further hit replaces the oldest."""
 
 RELATIVE_BOUNDS: Final = {
     torch.float64: 1e-5,
@@ -38,28 +38,28 @@ RELATIVE_BOUNDS: Final = {
     torch.float16: 0.05,
     torch.bfloat16: 0.2,
 }
-"""How large the norm of a difference may be, relative to the norm of what is computed anew.
+"""Maximum norm of a difference, relative to the norm of the computed tensor, by dtype.
 
-The coarsest dtype of all tensors of a prefix counts: a float32 state of a bfloat16 model is rounded
-as that model rounds. Models in float64 compute norms and scans in float32. Clean hits of 19 tiny
-models stayed below 1e-6 in float32 and 1e-2 in both half precisions."""
+The bound of a prefix is that of its coarsest dtype: a float32 state of a bfloat16 model is rounded
+like bfloat16. Models in float64 compute norms and scans in float32. Correct hits of 19 tiny models
+stayed below 1e-6 in float32 and 1e-2 in both half precisions."""
 
 _log = logging.getLogger("mamba_cache.verification")
 
 _ByLayer: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
-"""One tensor whose first axis is the layers, or a tensor for each."""
+"""One tensor [num_layers, ...], or one tensor for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixContent:
-    """What a model has in memory after the tokens of a prefix.
+    """States, keys and values after the tokens of a prefix.
 
     Attributes:
-        states: By name, as in ``StateSpec.tensors``, the state of each layer that has one: a tensor
-            [num_layers, *shape], or a list of tensors.
+        states: By name in ``StateSpec.tensors``, the states of all layers with this tensor: a
+            tensor [num_layers, *shape], or a list of tensors.
         kv: Keys and values of each token: a tensor [num_layers, 2, num_tokens, num_kv_heads,
-            head_dim], or a list that has for each layer its keys, then its values, [num_tokens,
-            ...]. Empty where the cache keeps none.
+            head_dim], or a list with the keys and then the values of each layer, [num_tokens, ...].
+            Empty if the cache has no KV tensor.
     """
 
     states: Mapping[str, _ByLayer]
@@ -67,13 +67,13 @@ class PrefixContent:
 
 
 class PrefixDifference(NamedTuple):
-    """An entry that is not what the model computes, and which of its tensors is furthest off."""
+    """An entry that differs from the model's result, with the tensor that differs most."""
 
-    relative: float  # the norm of the difference, relative to that of what was computed
+    relative: float  # norm of the difference / norm of the computed tensor
     limit: float
-    name: str  # as in ``PrefixContent.states``, or "keys" or "values"
-    layer: int  # of that tensor, among those that have one
-    block: int | None  # None: the state
+    name: str  # of the tensor in ``PrefixContent.states``, or "keys" or "values"
+    layer: int  # index of the layer in that tensor
+    block: int | None  # index of the block; None: the entry is the state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +81,9 @@ class HitToVerify:
     """A hit whose prefix is to be computed without the cache.
 
     Attributes:
-        request: The request that resumed; adapters and multimodal items are as in it.
-        tokens: [num_tokens] int32: the prefix that it did not compute.
-        hashes: Of its blocks.
+        request: The request that resumed, with its adapter and multimodal items.
+        tokens: [num_tokens] int32: the prefix that was not computed.
+        hashes: Hashes of the prefix's blocks.
     """
 
     request: Request
@@ -93,16 +93,16 @@ class HitToVerify:
 
 @dataclass(frozen=True, slots=True)
 class VerificationStats:
-    """What came of ``verify_hits``. Any thread may read it.
+    """Results of ``verify_hits``. Any thread may read them.
 
     Attributes:
-        sampled: Hits that were chosen.
-        verified: Those that were computed again and compared.
-        skipped: Those that could not be: evicted or pushed out before, of other settings of the
-            model, or there was no memory.
-        differences: Entries that were not what the model computes, by kind: "state" and "kv". Each
-            was removed. None are expected.
-        waiting: Hits that wait, now.
+        sampled: Number of hits that were sampled.
+        verified: Number of hits that were computed again and compared.
+        skipped: Number of hits that could not be verified: evicted, replaced in the queue, of other
+            settings of the model, or memory was short.
+        differences: Number of entries that differed from the model's result, by kind: "state" and
+            "kv". Each was removed. 0 is expected.
+        waiting: Number of hits in the queue.
     """
 
     sampled: int = 0
@@ -113,9 +113,9 @@ class VerificationStats:
 
 
 class HitVerifier:
-    """Samples hits, compares them with what the model computes, and counts what came of it.
+    """Samples hits, compares them with the model's results, and counts the outcomes.
 
-    It holds nothing of the cache: a hit that is evicted before its turn is not verified.
+    Queued hits hold no blocks or slots: a hit that is evicted in the queue is not verified.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class HitVerifier:
         self.reset()
 
     def admitted(self, sequence: CachedSequence, match: PrefixMatch) -> None:
-        """Choose a sequence that began to run, with the rate's probability, if it is a hit."""
+        """Queue a sequence that began to run, if it is a hit, with probability ``rate``."""
         if match.miss_reason is not None or self._random.random() >= self._rate:
             return
         self._counts["sampled"] += 1
@@ -153,7 +153,7 @@ class HitVerifier:
         compute: Callable[[HitToVerify], PrefixContent | None],
         max_hits: int | None = None,
     ) -> int:
-        """Verify hits that wait, the oldest first."""
+        """Verify queued hits, oldest first; return their number."""
         if max_hits is not None:
             check_int("max_hits", max_hits, minimum=1)
         count = 0
@@ -167,17 +167,17 @@ class HitVerifier:
         return count
 
     def take(self) -> HitToVerify | None:
-        """Return the hit that has waited longest; None if there is none."""
+        """Remove and return the oldest queued hit; None if the queue is empty."""
         return self._waiting.popleft() if self._waiting else None
 
     def find(self, hit: HitToVerify) -> tuple[list[int], int] | None:
-        """Find the blocks and the slot that a hit resumed from, if all are still there."""
+        """Return the blocks and the slot of a hit's prefix; None if it is no longer cached."""
         blocks = self._kv_blocks.match_prefix(hit.hashes)
         slot = self._slots.get_slot(blocks[-1]) if len(blocks) == len(hit.hashes) else -1
         return None if slot < 0 else (blocks, slot)
 
     def judge(self, hit: HitToVerify, computed: PrefixContent | None) -> list[PrefixDifference]:
-        """Compare a hit with the same prefix computed anew; log and remove what differs.
+        """Compare a hit with the same prefix computed again; log and remove entries that differ.
 
         ``computed`` is None if the prefix could not be computed, which is counted.
         """
@@ -209,15 +209,15 @@ class HitVerifier:
         return differences
 
     def reset(self) -> None:
-        """Forget all hits and counts."""
+        """Clear the queue and all counts."""
         self._waiting.clear()
         self._counts: Counter[str] = Counter()
-        # Both from the start, so that a first difference is seen as a rise.
+        # Both kinds begin at 0, so that metrics show the first difference as an increase.
         kinds = ("state", "kv") if self._rate else ()
         self._differences = Counter(dict.fromkeys(kinds, 0))
 
     def stats(self) -> VerificationStats:
-        """Return what was counted."""
+        """Return all counts."""
         differences, waiting = dict(self._differences), len(self._waiting)
         return VerificationStats(**self._counts, differences=differences, waiting=waiting)
 
@@ -225,11 +225,11 @@ class HitVerifier:
 def compare_prefixes(
     saved: PrefixContent, computed: PrefixContent, *, block_size_tokens: int
 ) -> list[PrefixDifference]:
-    """Find what of a saved prefix is not what the model computes.
+    """Return the entries of a saved prefix that differ from the computed prefix.
 
     Each layer's state, and the keys and the values of each token, may differ by
-    ``RELATIVE_BOUNDS``. Keys and values are compared token by token, so that a single token is not
-    lost among the others.
+    ``RELATIVE_BOUNDS``. Keys and values are compared token by token, because the norm over many
+    tokens would hide a single wrong one.
     """
     parts = _parts_of(saved), _parts_of(computed)
     shapes = [[(*names, *rows.shape) for *names, rows in each] for each in parts]
@@ -248,7 +248,7 @@ def compare_prefixes(
         a, b = actual.flatten(1).double(), expected.flatten(1).double()
         norms = torch.linalg.vector_norm(a - b, dim=1)
         relative = norms / torch.linalg.vector_norm(b, dim=1).clamp_min(tiny)
-        # What is no number is as far off as can be, unless both are the same bits.
+        # NaN is the largest difference; tensors with the same bits were skipped above.
         relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
         for row in (relative > limit).nonzero()[:, 0].tolist():
             block = row // block_size_tokens if is_kv else None

@@ -1,3 +1,3 @@
-"""What runs on the device between two steps of speculative decoding."""
+"""Kernels between two steps of speculative decoding, and their numpy twins."""
 
 __all__: list[str] = []
