@@ -1,7 +1,7 @@
-"""What is decided about a cache, without tensors: hashes, KV blocks, slots, eviction, placement.
+"""Decisions of a cache, without tensors: hashes, KV blocks, slots, eviction, placement.
 
-It needs numpy and xxhash. Listeners get the blocks and states that become findable and that cease
-to be (``KVBlockAllocator.listeners``).
+This package needs numpy and xxhash. Listeners (``KVBlockAllocator.listeners``) get an event when a
+block or state is published or removed.
 """
 
 from collections.abc import Callable
@@ -73,4 +73,4 @@ SLOT_POLICIES: Final[dict[str, Callable[[], SlotEvictionPolicy]]] = {
     "adaptive": AdaptiveSlotPolicy,
     "lru": LruSlotPolicy,
 }
-"""What makes each slot policy, by the name that settings and commands give it."""
+"""Slot policies by their names in settings and commands."""

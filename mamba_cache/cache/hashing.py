@@ -1,4 +1,4 @@
-"""Block hashes: tokens as checked arrays, keyed hash functions, and hashes as values."""
+"""Block hashes: checked token arrays, keyed hash functions, chains and their values."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ __all__ = [
 ]
 
 MAX_TOKEN_ID = 2**31 - 1
-"""The largest token id that a block hash takes."""
+"""The largest valid token id."""
 
 _DTYPE: Final = np.dtype("<i4")
-_ONE: Final = np.array(1, _DTYPE)  # arrays are compared with it in half of the time of Python's
+_ONE: Final = np.array(1, _DTYPE)  # comparing arrays with it takes half the time of Python's 1
 _TOKEN_BYTES: Final = 4
 
 ExtraKey: TypeAlias = "str | bytes | int | None"
-"""A cache salt or LoRA id. Equal spellings of different types are different keys."""
+"""A cache salt or LoRA id. Keys of different types differ, such as 1 and "1"."""
 
 _DIGEST_SIZES: Final = (16, 32)
 _ID_MASK: Final = 2**63 - 1
-_FEW: Final = 16  # up to so many, calls cost less than numpy's
+_FEW: Final = 16  # maximum number of digests for which a loop is faster than numpy
 _PROCESS_SECRET: Final = os.urandom(32)
 
-# BLAKE2b's personalisation: what one of them hashes never has the digest of another.
+# BLAKE2b's personalisation, so that roots, blocks and keys never have equal digests.
 _ROOT: Final = b"mamba_cache root"
 _BLOCK: Final = b"mamba_cache node"
 _KEY: Final = b"mamba_cache key"
 
 
 class BlockHashes(Sequence[int]):
-    """Hashes of consecutive blocks from a sequence's start: ids to look up, digests to verify.
+    """Hashes of consecutive blocks from a sequence's start: hash ids and digests; immutable.
 
-    As a sequence it holds the *hash ids*: positive ints below 2**63, cut from the digests. Two
-    different prefixes rarely share an id, and never a digest. Immutable.
-    A slice is a ``BlockHashes`` too. Equal to another one with the same digests, and to a list or
-    tuple of the same ids.
+    Its items are the *hash ids*: positive ints below 2**63, cut from the digests. Different
+    prefixes rarely have the same id, and never the same digest. A slice is a ``BlockHashes``. It
+    equals a ``BlockHashes`` with the same digests, and a list or tuple of the same ids.
 
     Args:
-        digests: One digest per block: all of one hasher, 16 or 32 bytes each.
+        digests: Digest of each block, all by one hasher, 16 or 32 bytes each.
 
     Raises:
-        InvalidArgumentError: A digest is not ``bytes``, or their lengths differ or are others.
+        InvalidArgumentError: A digest is not ``bytes``, has another length than 16 or 32, or the
+            lengths differ.
     """
 
     __slots__ = ("_digests",)
@@ -87,7 +87,7 @@ class BlockHashes(Sequence[int]):
 
     @classmethod
     def of_own(cls, digests: tuple[bytes, ...]) -> BlockHashes:
-        """Take digests that this package has made."""
+        """Return hashes of digests from this package, unchecked."""
         hashes = cls.__new__(cls)
         hashes._digests = digests
         return hashes
@@ -130,26 +130,25 @@ class BlockHasher:
     """A hash function for blocks, with a secret.
 
     The secret is the BLAKE2b key of every chain's root, and with "blake2b" of every block. So a
-    client cannot craft a prompt whose digest is that of another prompt, even if the client has seen
+    client cannot craft a prompt that has another prompt's digest, even if the client has seen
     digests. "sha256" gives the same protection by the length of its digests. "xxh3_128" gives none:
-    two blocks that collide under it do so for every parent and every secret, and finding such a
-    pair takes seconds.
+    two blocks that collide under it do so for every parent and secret, and such a pair is found in
+    seconds.
 
     Processes that share entries need the same algorithm and the same secret.
 
     Args:
-        algorithm: "blake2b", "sha256", or, where all clients are trusted, "xxh3_128".
-        secret: A key of any length but zero. Default: one drawn when the process starts.
+        algorithm: "blake2b", "sha256", or, if all clients are trusted, "xxh3_128".
+        secret: Key, not empty. Default: a random key for the process.
 
     Attributes:
         algorithm: As given.
         digest_size_bytes: Length of a digest: 32 with "sha256", else 16.
-        start: Returns a new hash object for one block. Its input is the digest of the parent, the
-            block's tokens as little-endian int32, and the encoded multimodal keys of the block, if
-            any.
+        start: Returns a new hash object for one block. Its input is the parent's digest, the
+            block's tokens as little-endian int32, and the block's encoded multimodal keys, if any.
 
     Raises:
-        InvalidArgumentError: Unknown algorithm, or a secret that is empty or not ``bytes``.
+        InvalidArgumentError: The algorithm is unknown, or the secret is empty or not ``bytes``.
     """
 
     __slots__ = ("_key", "algorithm", "digest_size_bytes", "start")
@@ -162,8 +161,8 @@ class BlockHasher:
             self._key = hashlib.blake2b(self._key, person=_KEY).digest()
         self.algorithm: HashAlgorithm = algorithm
         self.digest_size_bytes = 32 if algorithm == "sha256" else 16
-        # A copy of an object reads no arguments: a block of 16 tokens takes 0.44 us, and 0.63 us
-        # with a new object (AMD EPYC, Python 3.11).
+        # Copying a hash object is faster than making one: a block of 16 tokens takes 0.44 us
+        # instead of 0.63 us (AMD EPYC, Python 3.11).
         states: dict[str, Any] = {
             "blake2b": hashlib.blake2b(key=self._key, digest_size=16, person=_BLOCK),
             "sha256": hashlib.sha256(),
@@ -175,7 +174,7 @@ class BlockHasher:
         return f"BlockHasher({self.algorithm!r}, secret=...)"
 
     def root(self, block_size_tokens: int, cache_salt: ExtraKey, lora_id: ExtraKey) -> bytes:
-        """Return the digest that block 0 is chained on: all that concerns a whole sequence.
+        """Return the digest that block 0 is chained on: the keys of the whole sequence.
 
         Raises:
             InvalidArgumentError: A key is not a str, bytes, int or None.
@@ -189,13 +188,13 @@ class BlockHasher:
 
 
 def hash_id_of(digest: bytes) -> int:
-    """Return the hash id that is cut from a digest."""
+    """Return the hash id of a digest."""
     return list_hash_ids((digest,))[0]
 
 
 def list_hash_ids(digests: Sequence[bytes]) -> list[int]:
-    """Return the hash id of each of few or many digests."""
-    # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
+    """Return the hash id of each digest."""
+    # Ids are positive, so 0 becomes 1; digests still differ.
     if len(digests) <= _FEW:
         return [int.from_bytes(each[:8], "little") & _ID_MASK or 1 for each in digests]
     words = np.frombuffer(b"".join(digests), dtype="<i8")
@@ -204,7 +203,7 @@ def list_hash_ids(digests: Sequence[bytes]) -> list[int]:
 
 
 def encode_keys(*values: ExtraKey) -> bytes:
-    """Encode values so that no other list of values gives the same bytes: type, length, content."""
+    """Encode values by type, length and content, so that different lists give different bytes."""
     encoded = b""
     for value in values:
         if value is None:
@@ -224,30 +223,30 @@ def encode_keys(*values: ExtraKey) -> bytes:
 
 
 class BlockHashChain:
-    """The block hashes of one sequence that grows.
+    """The block hashes of one growing sequence.
 
     The digest of a block is the hash of its parent's digest, the block's tokens as little-endian
-    int32, and the block's multimodal keys, so it names the whole prefix. Digests and blocks have
-    one size each, and every key is encoded with its length: different inputs never give the same
-    bytes. Block 0's parent is a root made of the hasher's secret, the block size, the salt and the
-    LoRA id. A multimodal key belongs to the block in which its position lies, so it concerns that
-    block and all after it.
+    int32, and the block's multimodal keys. So the digest names the whole prefix. Digests and blocks
+    have fixed sizes, and every key is encoded with its length, so different inputs never give the
+    same bytes. Block 0's parent is a root: the hash of block size, salt and LoRA id, keyed with the
+    secret. A multimodal key is hashed in the block of its position, so it changes that block's
+    digest and all later ones.
 
     Args:
-        block_size_tokens: Tokens of one block, >= 1.
+        block_size_tokens: Number of tokens of one block, >= 1.
         hasher: Default: ``BlockHasher()``.
-        cache_salt: Sequences of different salts never match.
-        lora_id: Likewise for adapters.
-        multimodal_keys: (position, key) pairs: at this token position stands an input, such as an
-            image, that its token ids do not tell apart but ``key`` does (a hash of its content).
-            For an input of many tokens its first position is enough. The order is free.
+        cache_salt: Sequences with different salts never match.
+        lora_id: Id of the adapter. Sequences with different adapters never match.
+        multimodal_keys: (position, key) pairs of inputs, such as images, whose placeholder tokens
+            do not identify them. ``key`` does, such as a hash of the content. For an input of many
+            tokens its first position is enough. The order does not matter.
 
     Attributes:
-        digests: The digest of each complete block so far; the list grows, and is only read.
+        digests: Digest of each complete block so far; the list grows. Read only.
 
     Raises:
         InvalidArgumentError: ``block_size_tokens`` is not an int >= 1, a position is not an int
-            >= 0, or a key is of a type that is not allowed.
+            >= 0, or a key has a wrong type.
     """
 
     __slots__ = (
@@ -282,23 +281,23 @@ class BlockHashChain:
 
     @property
     def hashes(self) -> BlockHashes:
-        """Those of the complete blocks so far; what is appended later does not change them."""
+        """Hashes of the complete blocks so far; later appends do not change the result."""
         return BlockHashes.of_own(tuple(self.digests))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended so far, those of the incomplete last block included."""
+        """Number of tokens appended so far, with those of the incomplete last block."""
         return (len(self.digests) * self._block_bytes + len(self._tail)) // _TOKEN_BYTES
 
     def copy(self, num_blocks: int | None = None) -> BlockHashChain:
-        """Return a chain that grows on its own, in O(blocks).
+        """Return an independent copy, in O(blocks).
 
         Args:
-            num_blocks: How many complete blocks it has; what comes after them is not in it.
-                Default: it has all tokens.
+            num_blocks: Number of complete blocks to copy; later tokens are left out. Default: all
+                tokens are copied.
 
         Raises:
-            InvalidArgumentError: There are not so many complete blocks.
+            InvalidArgumentError: There are fewer complete blocks.
         """
         chain: BlockHashChain = object.__new__(BlockHashChain)
         chain._hasher, chain._root, chain._keys = self._hasher, self._root, self._keys
@@ -322,7 +321,7 @@ class BlockHashChain:
         self.append_checked(as_token_array(tokens))
 
     def append_checked(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Append what ``as_token_array`` returned, without a second look at it."""
+        """Append tokens that ``as_token_array`` returned, without checking them again."""
         data = self._tail + tokens.tobytes()
         complete = len(data) - len(data) % self._block_bytes
         start, digests, keys = self._hasher.start, self.digests, self._keys
@@ -344,14 +343,14 @@ def compute_block_hashes(
     multimodal_keys: Iterable[tuple[int, str | bytes]] = (),
     hasher: BlockHasher | None = None,
 ) -> BlockHashes:
-    """Return the hashes of a sequence's complete blocks; a rest shorter than a block has none.
+    """Return the hashes of a sequence's complete blocks; an incomplete last block has none.
 
     Args:
         tokens: [num_tokens] token ids, each from 0 to 2**31 - 1: a sequence of ints, a numpy array
             or torch tensor of any integer dtype and device.
-        block_size_tokens: Tokens of one block, >= 1.
-        cache_salt: Sequences of different salts never match.
-        lora_id: Likewise for adapters.
+        block_size_tokens: Number of tokens of one block, >= 1.
+        cache_salt: Sequences with different salts never match.
+        lora_id: Id of the adapter. Sequences with different adapters never match.
         multimodal_keys: (position, key) pairs, see ``BlockHashChain``.
         hasher: Default: ``BlockHasher()``.
 
@@ -372,7 +371,7 @@ def compute_block_hashes(
 def _keys_by_block(
     keys: Iterable[tuple[int, str | bytes]], block_size_tokens: int
 ) -> dict[int, bytes]:
-    """Return the encoded offsets and keys of each block that has some."""
+    """Return the encoded offsets and keys of each block with multimodal keys."""
     groups: dict[int, list[tuple[int, str | bytes]]] = {}
     for pair in as_items("multimodal_keys", keys, "(position, key) pairs"):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -388,7 +387,7 @@ def _keys_by_block(
         block, offset = divmod(position, block_size_tokens)
         groups.setdefault(block, []).append((offset, key))
     for group in groups.values():
-        # str and bytes do not compare, and the order in which keys were given must not matter.
+        # The given order must not matter; str and bytes cannot be compared with each other.
         group.sort(key=lambda item: (item[0], isinstance(item[1], str), item[1]))
     return {b: encode_keys(*(x for pair in group for x in pair)) for b, group in groups.items()}
 
@@ -398,8 +397,8 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
 
     Args:
         tokens: [num_tokens] token ids: a sequence of ints (``bytes`` counts as one), a numpy array
-            or torch tensor of any integer dtype. A tensor may be on any device; one on an
-            accelerator is copied, which waits for that device.
+            or torch tensor of any integer dtype. A tensor may be on any device; copying it from an
+            accelerator waits for that device.
 
     Raises:
         InvalidArgumentError: Not one-dimensional, not integers (bools are not), or an id is
@@ -412,12 +411,12 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
             try:
                 tokens = tokens.detach().cpu().numpy()
             except (TypeError, NotImplementedError) as error:
-                # A dtype that numpy lacks, such as bfloat16; or it is sparse, or without data.
+                # numpy has no such dtype (bfloat16), or the tensor is sparse or meta.
                 raise InvalidArgumentError(
                     "tokens must be a dense tensor of an integer dtype, "
                     f"got {tokens.dtype}, {tokens.layout} on {tokens.device}"
                 ) from error
-        elif isinstance(tokens, memoryview):  # a sequence too, but only if it has one dimension
+        elif isinstance(tokens, memoryview):  # not all of these are a Sequence: see ndim
             tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
@@ -437,16 +436,16 @@ def _from_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if tokens.dtype.kind not in "iu":
         first = f", first value {tokens[0]!r}" if len(tokens) else ""
         raise InvalidArgumentError(f"tokens must have an integer dtype, got {tokens.dtype}{first}")
-    # One pass finds both faults: the bits of all ids together make a valid id if and only if
-    # each of them is one.
+    # One pass finds negative and large ids: the bitwise or of all ids is a valid id if and only if
+    # each id is valid.
     if not 0 <= int(np.bitwise_or.reduce(tokens)) <= MAX_TOKEN_ID:
         raise _bad_token(tokens.tolist())
     return np.ascontiguousarray(tokens, dtype=_DTYPE)
 
 
 def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
-    values = tuple(tokens)  # which no other thread changes, and which packing takes as it is
-    # Packing takes 6 ns a token (AMD EPYC); numpy's own reading takes 20.
+    values = tuple(tokens)  # no other thread can change it, and pack takes its items directly
+    # Packing takes 6 ns a token, reading by numpy 20 ns (AMD EPYC).
     try:
         packed = bytearray(struct.Struct(f"<{len(values)}i").pack(*values))
     except Exception as error:
@@ -454,7 +453,7 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
             raise _bad_token(values) from None
         raise
     array: npt.NDArray[np.int32] = np.frombuffer(packed, dtype=_DTYPE)
-    # Packing takes bools for ints, so what became 0 or 1 is looked at.
+    # Packing accepts bools as ints, so the types of values that became 0 or 1 are checked.
     low = (array <= _ONE).nonzero()[0].tolist()
     if low and (
         np.minimum.reduce(array) < 0

@@ -23,13 +23,13 @@ __all__ = [
 
 
 class PlacementFacts(NamedTuple):
-    """What a placement decides by.
+    """The input of a placement.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
-        block_size_tokens: Tokens of one block.
-        num_matched_blocks: Blocks of the prompt whose keys and values were found cached.
-        num_required_blocks: Blocks that the prompt fills, the last one perhaps in part.
+        prompt_tokens: Number of tokens of the prompt.
+        block_size_tokens: Number of tokens of one block.
+        num_matched_blocks: Number of the prompt's blocks with cached keys and values.
+        num_required_blocks: Number of blocks of the prompt, with an incomplete last one.
     """
 
     prompt_tokens: int
@@ -45,19 +45,19 @@ class CheckpointPlacement(Protocol):
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
         """Return absolute positions, in tokens from the prompt's start, in any order.
 
-        A position inside a block stands for the block's beginning, where a state can be saved. It
-        may repeat, and may lie outside what is computed or the prompt itself: those who use it keep
-        what fits.
+        A position inside a block stands for the block's beginning, where a state can be saved.
+        Positions may repeat, and may lie outside of the computed tokens or the prompt: such
+        positions are ignored.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronPlacement:
-    """Three: the end of the KV match, of the last complete block, and of the penultimate block.
+    """Ends of the KV match, of the last complete block, and of the penultimate block.
 
-    The first is where another prompt branched off; the second serves the conversation's next turn;
-    the third serves the same prompt again, which must compute at least one token.
+    The first is where another prompt branched off. The second is for the conversation's next turn.
+    The third is for the same prompt again, which must compute at least one token.
     """
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
@@ -72,9 +72,9 @@ class MegatronPlacement:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """One: the end of the KV match, where a prompt branches off from an earlier one.
+    """The end of the KV match, where a prompt branches off from an earlier one.
 
-    It is seen when a second prompt shares a beginning with the first, so the third finds the state.
+    The second prompt with a common prefix saves a state at its end, which the third one finds.
     """
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
@@ -84,7 +84,7 @@ class BranchPoint:
 
 @dataclass(frozen=True, slots=True)
 class LastBlock:
-    """One: the end of the last complete block."""
+    """The end of the last complete block."""
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
         """Return the one position."""
@@ -96,7 +96,7 @@ class EveryNthBlock:
     """The end of every ``n``-th block of the prompt.
 
     Attributes:
-        n: Blocks from one checkpoint to the next.
+        n: Number of blocks from one checkpoint to the next.
 
     Raises:
         InvalidArgumentError: ``n`` is not an int >= 1.
@@ -114,7 +114,7 @@ class EveryNthBlock:
 
 
 def check_placement(placement: object) -> CheckpointPlacement:
-    """Return what a caller gives as a placement, Megatron's three positions for None."""
+    """Return ``placement`` if it is one, and ``MegatronPlacement`` for None."""
     if placement is None:
         return MegatronPlacement()
     if isinstance(placement, CheckpointPlacement) and not isinstance(placement, type):
@@ -126,9 +126,9 @@ def check_placement(placement: object) -> CheckpointPlacement:
 
 
 def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> set[int]:
-    """Ask a placement for its positions, and keep of each the block boundary at or before it.
+    """Return the last block boundary at or before each position of a placement.
 
-    A state saved at any other position would be found as that of the boundary.
+    A state saved at another position would later be restored at the boundary.
     """
     block = facts.block_size_tokens
     name = f"the positions of {type(placement).__name__}"

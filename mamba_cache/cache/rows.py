@@ -15,28 +15,28 @@ from mamba_cache.errors import DoubleFreeError, UnknownBlockError
 __all__ = ["NONE", "EvictionQueue", "RowIds", "Rows", "add_at", "as_rows"]
 
 RowIds: TypeAlias = "npt.NDArray[np.intp]"
-"""[n] rows, of the one dtype with which looking up a few takes no longer than a loop."""
+"""[n] rows, in the dtype with which numpy looks up a few of them as fast as a loop."""
 
 NONE: Final = -1
-"""What stands in ``Rows.names`` for a row without a name."""
+"""The item of ``Rows.names`` for a row without a name."""
 
 
 def as_rows(ids: Collection[int]) -> RowIds:
-    """Return rows as what they are looked up by."""
+    """Return rows as an index array."""
     return np.fromiter(ids, np.intp, len(ids))
 
 
 def add_at(array: npt.NDArray[np.int32], rows: RowIds, step: int) -> None:
     """Add to an array's values at rows, which may repeat."""
-    np.add.at(array, rows, np.int32(step))  # 30 times slower with another dtype than the array's
+    np.add.at(array, rows, np.int32(step))  # 30 times slower if the dtypes differ
 
 
 class Rows:
-    """Rows of one kind: KV blocks, or slots.
+    """Rows of one kind: KV blocks, slots, or host entries.
 
-    A row with references is *held*. Without, it is *cached* if it has a name, which its content is
-    found by, and else *free*: then it is on the stack of free rows. Embedders write these tables by
-    index, so no fact is kept twice. Callers have checked that rows are in range.
+    A row with references is *held*. A row without references is *cached* if it has a name, by which
+    its content is found; else it is *free*, and on the stack of free rows. Embedders write these
+    tables by index, so no fact is kept twice. Callers have checked that rows are in range.
     """
 
     __slots__ = ("_what", "free", "names", "num_free", "num_rows", "ref_at", "refs")
@@ -44,7 +44,7 @@ class Rows:
     def __init__(self, what: str, num_rows: int, names: npt.NDArray[Any]) -> None:
         self._what = what
         self.num_rows = num_rows
-        self.names = names  # [num_rows or more] what each row is found by, or NONE
+        self.names = names  # [num_rows or more] name of each row, or NONE
         self.refs = np.zeros(len(names), np.int32)
         self.free = np.empty(num_rows, np.int32)  # a stack: entries below ``num_free`` are free
         # Single elements are read and written several times faster through a memoryview.
@@ -52,13 +52,13 @@ class Rows:
         self.clear()
 
     def clear(self) -> None:
-        """Make every row free; names are the caller's."""
+        """Make every row free; the caller resets the names."""
         self.refs.fill(0)
         self.free[:] = np.arange(self.num_rows)
         self.num_free = self.num_rows
 
     def take(self, num_rows: int, num_references: int = 1) -> RowIds:
-        """Take free rows, of which there are enough; those without references get names at once."""
+        """Take free rows, of which there are enough; without references the caller names them."""
         end = self.num_free
         taken: RowIds = self.free[end - num_rows : end].astype(np.intp)
         self.num_free = end - num_rows
@@ -66,13 +66,13 @@ class Rows:
         return taken
 
     def push(self, ids: Sequence[int] | RowIds) -> None:
-        """Put rows without references and names on the stack of free ones."""
+        """Put rows without references and names on the stack of free rows."""
         end = self.num_free + len(ids)
         self.free[self.num_free : end] = ids
         self.num_free = end
 
     def without_references(self, rows: RowIds) -> RowIds:
-        """Return the cached ones of rows that are held or cached.
+        """Return the cached rows among rows that are held or cached.
 
         Raises:
             UnknownBlockError: A row is free.
@@ -88,7 +88,7 @@ class Rows:
         return cached
 
     def hold(self, rows: RowIds) -> RowIds:
-        """Add a reference to rows that are held or cached; return those that were cached."""
+        """Add a reference to rows that are held or cached; return the rows that were cached."""
         cached = self.without_references(rows)
         if len(cached) == len(rows) == len(set(rows.tolist())):
             self.refs[rows] = 1
@@ -97,10 +97,10 @@ class Rows:
         return np.unique(cached)
 
     def release(self, rows: RowIds) -> RowIds:
-        """Give back a reference to each row; free or return those that have none left.
+        """Release a reference to each row; return rows that are cached now, free unnamed ones.
 
         Raises:
-            DoubleFreeError: More references of a row are given back than it has.
+            DoubleFreeError: More references of a row are released than it has.
         """
         ids: list[int] = rows.tolist()
         refs = self.refs[rows].tolist()
@@ -128,7 +128,7 @@ class Rows:
         return rows
 
     def statements(self) -> dict[str, bool]:
-        """Say for ``require_all`` whether each row is free, held or cached, and one of them."""
+        """Return checks for ``require_all``: each row is exactly one of free, held or cached."""
         free = self.free[: max(self.num_free, 0)].tolist()
         held = self.refs[: self.num_rows] != 0
         cached = (self.names[: self.num_rows] != NONE) & ~held
@@ -146,10 +146,10 @@ class Rows:
 
 
 class EvictionQueue:
-    """Items ordered by priority, lowest first; ties go to the item with the lower id.
+    """Items ordered by priority, lowest first; of equal priorities the lower id comes first.
 
-    A heap with lazy deletion: stale entries are dropped when they surface, or all at once when they
-    outnumber the live ones. So all is O(log n) amortised, and memory is O(live items).
+    A heap with lazy deletion: stale entries are dropped when they reach the top, or all at once
+    when they outnumber the live ones. So a call is O(log n) amortised, and memory O(live items).
     """
 
     __slots__ = ("_heap", "_priorities")
@@ -165,7 +165,7 @@ class EvictionQueue:
         return item in self._priorities
 
     def push(self, item: int, priority: float) -> None:
-        """Add ``item``, or move it to ``priority`` if it is there."""
+        """Add ``item``, or set its priority if it is in the queue."""
         if self._priorities.get(item) == priority:
             return
         heapq.heappush(self._heap, (priority, item))
@@ -176,12 +176,12 @@ class EvictionQueue:
             self._heap = heap
 
     def discard(self, items: Collection[int]) -> None:
-        """Remove each of ``items`` that is there."""
+        """Remove each of ``items`` that is in the queue."""
         for item in self._priorities.keys() & items:
             del self._priorities[item]
 
     def push_pop(self, item: int, priority: float) -> tuple[int, float]:
-        """Add an item that is not there, then ``pop``: in O(1) if it is the lowest itself."""
+        """Add a new item, then ``pop``; in O(1) if the new item is the lowest."""
         if not self._heap or (priority, item) < self._heap[0]:
             return item, priority
         self.push(item, priority)
@@ -193,7 +193,7 @@ class EvictionQueue:
             priority, item = self._heap[0]
             is_live = self._priorities.get(item) == priority
             if is_live:
-                del self._priorities[item]  # before its entry goes: see push
+                del self._priorities[item]  # first: push relies on a heap entry for each item
             heapq.heappop(self._heap)
             if is_live:
                 return item, priority
