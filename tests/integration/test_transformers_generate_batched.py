@@ -1,5 +1,6 @@
 """Calls of `generate` that are computed as batches: the same results, and which calls they are."""
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -196,6 +197,35 @@ def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, 
     before = cache.stats().hits
     assert_equal(model, cache, prompt)
     assert cache.stats().hits == before + 1
+
+
+def replace_a_weight(model):
+    """By another tensor; the old one, which the comparison of weights reads, stays as it was."""
+    embeddings = model.get_input_embeddings()
+    embeddings.weight = torch.nn.Parameter(embeddings.weight.detach().flip(1), requires_grad=False)
+
+
+def replace_a_module(model):
+    """By one of the same class and shapes."""
+    embeddings = copy.deepcopy(model.get_input_embeddings())
+    embeddings.weight.data.copy_(embeddings.weight.detach().flip(1))
+    model.set_input_embeddings(embeddings)
+
+
+@pytest.mark.parametrize("replace", [replace_a_weight, replace_a_module])
+def test_weights_replaced_since_the_last_call_are_found_while_its_batch_runs(replace, prompt):
+    """Nothing else tells: the settings are the same, and the old tensors are unchanged."""
+    model = make_model("nemotron_h", seed=3)
+    cache = make_cache(model)
+    for number in range(2):
+        assert_equal(model, cache, join(prompt, prompt[:, :number]))
+    replace(model)
+    with pytest.raises(ModelChangedError, match=r"embeddings\.weight\): call reset\(\)"):
+        cache.generate(prompt, **OPTIONS)
+    cache.reset()
+    assert_equal(model, cache, prompt)
+    assert_equal(model, cache, prompt)
+    assert (cache.stats().hits, num_batched(cache)) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,12 @@ class ModelFingerprint:
     def confirm(self) -> None:
         """Check settings that were assumed, and wait for the comparison of the weights."""
         if self._is_assumed:
-            self._is_assumed = False
-            if not self.is_current():
-                raise ModelChangedError("the model's settings are not those of the call before")
+            self._is_assumed, before = False, self._reading.tensors
+            is_current, now = self.is_current(), self._reading.tensors
+            # The weights' comparison reads the tensors of before: it would not notice new ones.
+            if not is_current or any(before.get(path) is not now[path] for path in now):
+                self.key = ""  # so that nothing is current until the next ``begin``
+                raise ModelChangedError("the model is not that of the call before")
         self._weights.confirm()
 
     def portable_key(self) -> str | None:
