@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 INT32_MAX: Final = 2**31 - 1
-"""The most of anything that is numbered: blocks, slots, rows, tokens. Tables of them are int32."""
+"""Maximum number of blocks, slots, rows and tokens: tables of them are int32."""
 
 INT64_MAX: Final = 2**63 - 1
 """The largest hash id."""
@@ -61,7 +61,7 @@ def check_int(
 
 def check_number(name: str, value: Any, *, maximum: float) -> float:
     """Return ``value`` as a float."""
-    # Compared before it is converted: no float is as large as an int may be.
+    # Compared before the conversion: an int may be too large for a float.
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= maximum:
         raise InvalidArgumentError(f"{name} must be a number in [0, {maximum:g}], got {value!r}")
@@ -75,7 +75,7 @@ def check_room(
     room: int | None = None,
     place: str = "this machine",
 ) -> None:
-    """Check that memory can hold what settings ask for: the machine's, unless ``room`` is given."""
+    """Check that ``num_bytes`` for these settings fit into ``room``, or the machine's memory."""
     if room is None:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > room:
@@ -89,7 +89,7 @@ def check_room(
 
 
 def require_all(statements: Mapping[str, bool], what: str = "does not hold") -> None:
-    """Raise ``InvariantError`` with the statements about some bookkeeping that are not true."""
+    """Raise ``InvariantError`` with the statements that are false, if any."""
     breaches = [statement for statement, holds in statements.items() if not holds]
     if breaches:
         raise InvariantError(f"{what}: {'; '.join(breaches)}")
@@ -103,13 +103,13 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
 
 
 def check_clock(clock: object) -> None:
-    """Check that ``clock`` can be asked for the time."""
+    """Check that ``clock`` is callable."""
     if not callable(clock):
         raise InvalidArgumentError(f"clock must return seconds when it is called, got {clock!r}")
 
 
 def check_secret(name: str, secret: object) -> bytes | None:
-    """Return a secret, or None if none is given."""
+    """Return ``secret``, which is bytes that are not empty, or None."""
     if secret is None or (isinstance(secret, bytes) and secret):
         return secret
     got = "none" if isinstance(secret, bytes) else type(secret).__name__
@@ -117,7 +117,7 @@ def check_secret(name: str, secret: object) -> bytes | None:
 
 
 def check_names(name: str, values: Any) -> tuple[str, ...]:
-    """Check that ``values`` are different names."""
+    """Return ``values`` as a tuple of different names, at least one."""
     names = [] if isinstance(values, (str, bytes)) else as_items(name, values, "names")
     if not names or not all(isinstance(one, str) and one for one in names):
         raise InvalidArgumentError(f"{name} must be one or more names, got {values!r}")
@@ -127,7 +127,7 @@ def check_names(name: str, values: Any) -> tuple[str, ...]:
 
 
 def check_hashable(name: str, value: object) -> None:
-    """Check that ``value`` can be a key. Whether a tuple can depends on what is in it."""
+    """Check that ``value`` is hashable, for which a tuple's items must be hashable."""
     try:
         hash(value)
     except TypeError:
@@ -135,7 +135,7 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def check_kind(name: str, value: object, kind: type) -> Any:
-    """Return ``value``, which is of a class."""
+    """Return ``value``, an instance of ``kind``."""
     if not isinstance(value, kind):
         raise InvalidArgumentError(f"{name} must be a {kind.__name__}, got {value!r}")
     return value
@@ -192,10 +192,10 @@ def as_ids(
 
 
 def is_unreadable(error: Exception) -> bool:
-    """Say whether it is how arrays and tensors refuse to be read as what they are not.
+    """Return whether an error means that an array or tensor cannot be read as the given type.
 
-    They have too many values for it, none, or no data. Errors of a kind of their own, such as that
-    memory is short, say nothing about the value.
+    Such an array has too many values, none, or no data. Errors of other classes, such as that of
+    short memory, do not mean that the value is wrong.
     """
     return type(error) in _UNREADABLE
 
@@ -207,7 +207,7 @@ def _range_of_ints(minimum: int | None, maximum: int | None) -> str:
 
 
 def _as_int(value: Any) -> int | None:
-    """Return a plain int, or None if ``value`` does not stand for one."""
+    """Return ``value`` as a plain int, or None if it is no int."""
     if isinstance(value, bool):
         return None
     try:

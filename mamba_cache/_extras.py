@@ -1,4 +1,4 @@
-"""What is optional: how to install it, as messages say it, and which version is there."""
+"""Optional dependencies: the command that installs them, and installed versions."""
 
 from importlib import metadata
 from pathlib import Path
@@ -7,10 +7,10 @@ __all__ = ["install_hint", "installed_version"]
 
 
 def install_hint(*extras: str) -> str:
-    """Return the command that brings extras, in a checkout of this project or without one.
+    """Return the command that installs extras, in a checkout of this project or without one.
 
-    No package index has mamba-cache so far. Where it is installed from a wheel, pip finds it there
-    and needs the index only for what the extras bring.
+    No package index has mamba-cache so far. If it is installed from a wheel, pip uses that, and
+    needs the index only for the dependencies.
     """
     is_checkout = (Path(__file__).parents[1] / "pyproject.toml").is_file()
     what = "-e '." if is_checkout else "'mamba-cache"

@@ -1,7 +1,7 @@
-"""The guard of an object's calls: one at a time, and none after a change that broke off.
+"""The guard of an object's calls: one call at a time, and no call after an interrupted change.
 
-docs/explanation/guarantees.md says what callers may rely on. Every object that owns blocks, slots
-or rows has one ``CallGuard``; the parts of such an object share its guard.
+docs/explanation/guarantees.md describes what callers can rely on. Every object that owns blocks,
+slots or rows has one ``CallGuard``, which its parts share.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OUTSIDE = "_mamba_cache_outside"  # the attribute that ``mark_outside`` sets
 
 
 class CallGuard:
-    """Knows which call runs, and whether a change broke off.
+    """Records which call runs, and whether a change was interrupted.
 
     A call sets ``is_changing`` before its first change. Success clears it, and so does an error of
-    the package: whoever raises one has changed nothing, or has taken everything back. After any
+    the package, which is raised only if nothing is changed or all changes are undone. After any
     other exception every call raises ``PoisonedError`` until a reset.
     """
 
@@ -43,11 +43,11 @@ class CallGuard:
         self._owner = ref(owner)
         self._take_back = None if take_back is None else weak_callback(take_back)
         self._heal = None if heal is None else weak_callback(heal)
-        self._lock = RLock()  # a second call of the same thread must be refused, not wait
+        self._lock = RLock()  # a nested call of the same thread must raise, not deadlock
         self._call, self._thread, self._last_thread = "", 0, 0
         self.is_changing, self.poison = False, ""
         self.first: Callable[[], object] | None = None
-        self.held: Listeners | None = None  # those that an ending has held last
+        self.held: Listeners | None = None  # the listeners that an ending has held last
 
     @property
     def is_busy(self) -> bool:
@@ -55,7 +55,7 @@ class CallGuard:
         return bool(self._call)
 
     def enter(self, name: str, *, waits: bool) -> None:
-        """Begin a call; ``waits`` is that of ``guarded``."""
+        """Begin a call; ``waits``: wait for a call of another thread instead of raising."""
         if self._thread == get_ident():
             raise self._concurrent_use(name, "from within it")
         try:
@@ -64,38 +64,38 @@ class CallGuard:
             self._call, self._thread = name, get_ident()
         except BaseException:
             if not self._call:
-                with suppress(RuntimeError):  # it is another thread's
-                    self._lock.release()  # an interrupt came just when it was acquired
+                with suppress(RuntimeError):  # another thread holds the lock
+                    self._lock.release()  # an interrupt came right after acquiring it
             raise
 
     def check(self) -> None:
-        """Refuse what is called after a change broke off."""
+        """Raise ``PoisonedError`` if a change was interrupted."""
         if self.poison:
             raise PoisonedError(f"{self.poison}; reset() makes everything new")
 
     def tidy(self) -> None:
-        """Call ``first`` before a read that is no call, as far as that is safe.
+        """Call ``first`` before a read that is no guarded call, if that is safe.
 
-        A read of another thread than the last call's changes nothing: a call that this one begins
-        meanwhile would be refused.
+        A read in a thread different from the last call's does not call it: a call that the other
+        thread begins meanwhile would be refused.
         """
         is_free = not self.is_busy and not self.poison
         if self.first is not None and is_free and self._last_thread == get_ident():
             self.first()
 
     def fail(self, name: str, error: BaseException, *, is_nested: bool) -> None:
-        """Judge what a call that raised has left, and take back what it held."""
+        """Poison the object if a call that raised was interrupted, and undo what it held."""
         is_poisoned = isinstance(error, PoisonedError) and not hasattr(error, _OUTSIDE)
         if is_poisoned or (self.is_changing and _breaks_off(error)):
             self.poison = self.poison or f"{name} broke off with {error!r}"
         if self.held is not None and not is_nested:
-            self.held.is_held = False  # an interrupt came where the exit of an ending begins
+            self.held.is_held = False  # if interrupted at the start of _Ending.__exit__
         if self._take_back is not None and not is_nested:
-            with suppress(Exception), self.ending():  # the error that is raised already counts
+            with suppress(Exception), self.ending():  # the first error is raised
                 self._take_back()
 
     def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> _Ending:
-        """Do the part of a call that nothing may break off, not even an error of the package."""
+        """Guard a part of a call in which every exception poisons the object."""
         return _Ending(self, listeners, renews)
 
     def _concurrent_use(self, name: str, where: str) -> ConcurrentUseError:
@@ -106,7 +106,7 @@ class CallGuard:
 
 
 class _Ending:
-    """The part of a call that ``CallGuard.ending`` does: a generator takes twice as long."""
+    """The context manager of ``CallGuard.ending``; a generator would take twice as long."""
 
     __slots__ = ("_guard", "_listeners", "_renews", "_was_held")
 
@@ -137,7 +137,11 @@ class _Ending:
 def guarded(
     *, nests: bool = False, changes: bool = False, renews: bool = False, waits: bool = False
 ) -> Callable[[_Method], _Method]:
-    """Make a method run alone, and not after a change of the object that broke off."""
+    """Make a method run alone, and refuse it after an interrupted change.
+
+    ``nests``: other calls of the same thread may call it. ``changes``: it changes from its start.
+    ``renews``: it runs after interrupted changes, too. ``waits``: it waits for other threads.
+    """
 
     def decorate(method: _Method) -> _Method:
         name = method.__name__.lstrip("_")
@@ -147,7 +151,7 @@ def guarded(
             guard: CallGuard = self._guard
             is_nested = nests and guard._thread == get_ident()
             was_changing = is_nested and guard.is_changing
-            if was_changing and not renews:  # whatever happens here, the outer call judges it
+            if was_changing and not renews:  # the outer call handles all exceptions
                 return method(self, *args, **kwargs)
             if not is_nested:
                 guard.enter(name, waits=waits)
@@ -164,7 +168,7 @@ def guarded(
             finally:
                 guard.is_changing = was_changing
                 if not is_nested:
-                    # Not in a function: an interrupt may come where one begins.
+                    # Inline: an interrupt may come at the start of a function.
                     guard._call, guard._thread, guard._last_thread = "", 0, guard._thread
                     guard._lock.release()
 
@@ -174,9 +178,9 @@ def guarded(
 
 
 def query(method: _Method) -> _Method:
-    """Make a method that changes nothing answer only when what it reads can be believed.
+    """Refuse a method that only reads, during another thread's call and after interrupted changes.
 
-    It may be called from within a call of the same thread.
+    It may be called within a call of the same thread.
     """
 
     @wraps(method)
@@ -193,10 +197,7 @@ def query(method: _Method) -> _Method:
 
 
 class _Outside:
-    """Marks what is raised within as raised outside of all changes: by a callback or a launch.
-
-    Whoever calls one takes back what it has changed before, as after an error of the package.
-    """
+    """Marks exceptions of callbacks and launches as outside of changes, which the caller undoes."""
 
     __slots__ = ()
 
@@ -217,10 +218,10 @@ def mark_outside(error: BaseException) -> None:
 
 
 def _breaks_off(error: BaseException | None) -> bool:
-    """Return whether an exception leaves a change half done.
+    """Return whether an exception may have interrupted a change.
 
-    An error of the package that is raised while another exception is handled proves nothing; one
-    that is raised ``from`` another is a translation of it.
+    An error of the package that was raised while handling another exception counts like the other
+    exception. An error that was raised ``from`` another one only translates it.
     """
     if hasattr(error, _OUTSIDE):
         return False
@@ -230,10 +231,9 @@ def _breaks_off(error: BaseException | None) -> bool:
 
 
 def weak_callback(method: Callable[..., object]) -> Callable[..., Any]:
-    """Return what calls a bound method while its object is there, and returns None afterwards.
+    """Return a function that calls a bound method while its object exists, and then returns None.
 
-    Objects that refer to each other go only when the garbage collector finds them, and until then
-    so does the device memory of their tensors.
+    A strong reference would make a cycle, whose device memory only the garbage collector frees.
     """
     find_method = WeakMethod(method)
 

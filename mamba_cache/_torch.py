@@ -1,4 +1,4 @@
-"""What all packages need of PyTorch: indices with a meaning, modes, precision, transfers."""
+"""Helpers around PyTorch: special indices, inference mode, precision, transfers."""
 
 from __future__ import annotations
 
@@ -22,50 +22,49 @@ __all__ = [
 ]
 
 PAD_SLOT_ID = -1
-"""An index that means: nothing here, skip it."""
+"""An index of padding, which kernels skip."""
 
 ZERO_SOURCE = -2
-"""A source index that means: no state is copied, the destination is cleared."""
+"""A source index for which the destination is set to zero."""
 
 outside_inference_mode = torch.inference_mode(mode=False)
-"""Decorates what makes tensors that are kept from call to call.
+"""Decorates functions that make tensors which are kept from call to call.
 
-A tensor made in inference mode cannot be written outside of it, and engines use one context in and
-out of it.
+A tensor made in inference mode cannot be written outside of it, but engines use one context in both
+modes.
 """
 
 _NAMES: Final = {"tf32": "high", "bf16": "medium"}
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Bring a tensor of the host to a device without waiting for what is enqueued there."""
+    """Copy a host tensor to a device, without waiting for work that is enqueued there."""
     if device.type != "cuda":
         return tensor.to(device)
-    # From pageable memory the transfer would wait. PyTorch keeps pinned memory until it is read.
+    # A copy from pageable memory would wait. PyTorch keeps the pinned memory until it is read.
     return tensor.pin_memory().to(device, non_blocking=True)  # pragma: no cover - tests/gpu run it
 
 
 def check_device_room(
     num_bytes: int, settings: Mapping[str, object], device: torch.device | str
 ) -> None:
-    """Check that a device has memory for what settings ask for.
+    """Check that ``num_bytes`` for these settings fit into a device's memory.
 
-    Of a GPU only what is free counts; the host lends pages when they are written.
+    On a GPU only free memory counts. On the host all memory counts: pages are taken when written.
     """
     device = torch.device(device)
     if device.type != "cuda":
         check_room(num_bytes, settings)
         return
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached  # PyTorch takes from either
+    free = torch.cuda.mem_get_info(device)[0] + cached  # PyTorch can allocate from both
     check_room(num_bytes, settings, room=free, place=str(device))
 
 
 def float32_precision(device: torch.device) -> str:
     """Return the precision of float32 products on a device: "highest", "high" or "medium".
 
-    PyTorch's own function for it raises where one of the settings has been used that each backend
-    has since PyTorch 2.9.
+    PyTorch's own function raises if a setting of a single backend, new in PyTorch 2.9, was used.
     """
     settings = _settings(device)
     if settings is None:
@@ -74,15 +73,15 @@ def float32_precision(device: torch.device) -> str:
 
 
 def has_all_digits(device: torch.device) -> bool:
-    """Say whether products of float32 are of all digits: no autocast, the highest precision."""
+    """Return whether float32 products are exact to float32: no autocast, highest precision."""
     return not torch.is_autocast_enabled(device.type) and float32_precision(device) == "highest"
 
 
 @contextmanager
 def all_digits(device: torch.device) -> Iterator[None]:
-    """Have products of float32 be of all digits.
+    """Compute float32 products in the highest precision, without autocast, within the block.
 
-    Autocast is this thread's; the precision is the process's until the end of the block.
+    Autocast is disabled for this thread. The precision is set for the whole process.
     """
     if has_all_digits(device):
         yield
@@ -101,7 +100,7 @@ def all_digits(device: torch.device) -> Iterator[None]:
 
 
 def _settings(device: torch.device) -> Any:
-    """Return what has a device's ``fp32_precision``; None in PyTorch before 2.9."""
+    """Return the object with a device's ``fp32_precision``; None in PyTorch before 2.9."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     settings = getattr(backend, "matmul", None)
     return settings if hasattr(settings, "fp32_precision") else None

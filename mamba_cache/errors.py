@@ -1,8 +1,7 @@
-"""Every exception that the package raises on purpose.
+"""The exceptions of the package.
 
-``MambaCacheError`` is the root. Each leaf also derives from the built-in that a caller who does not
-know this package would expect (``ValueError`` for bad input, ``RuntimeError`` for exhausted
-resources). A call that raises one of them has changed nothing.
+``MambaCacheError`` is the root. Each leaf also derives from a suitable built-in: ``ValueError`` for
+bad input, ``RuntimeError`` for exhausted resources. A call that raises one has changed nothing.
 """
 
 __all__ = [
@@ -39,11 +38,11 @@ class MambaCacheError(Exception):
 
 
 class InvalidArgumentError(MambaCacheError, ValueError):
-    """An argument is outside what the call accepts; the message says what was given and allowed."""
+    """An argument is invalid; the message has the given value and the allowed ones."""
 
 
 class BudgetError(InvalidArgumentError):
-    """A memory budget does not hold the least that the cache needs, or is more than there is."""
+    """A memory budget is too small for the cache, or larger than the memory."""
 
 
 class SequenceLengthError(InvalidArgumentError):
@@ -51,19 +50,19 @@ class SequenceLengthError(InvalidArgumentError):
 
 
 class UnknownBlockError(InvalidArgumentError):
-    """A block id is negative, past the pool's end, or names a block that is not allocated."""
+    """A block id is negative, past the pool's end, or the block is not allocated."""
 
 
 class UnknownRequestError(InvalidArgumentError):
-    """A request id was never added, or its request is already finished."""
+    """No unfinished request has this id."""
 
 
 class DoubleFreeError(InvalidArgumentError):
-    """A block or slot was given back more often than it was taken."""
+    """A block or slot was released more often than it was taken."""
 
 
 class HashConflictError(InvalidArgumentError):
-    """A block that carries one hash was registered under another."""
+    """A block with one hash was to be registered under another hash."""
 
 
 class MissingStateError(MambaCacheError, LookupError):
@@ -71,61 +70,61 @@ class MissingStateError(MambaCacheError, LookupError):
 
 
 class NotCopyableError(MambaCacheError, TypeError):
-    """An object that owns memory was to be copied or pickled."""
+    """An object that owns memory cannot be copied or pickled."""
 
 
 class StepOrderError(MambaCacheError, RuntimeError):
-    """A call came out of order, such as ``commit_step`` without ``begin_step``."""
+    """A call is out of order, such as ``commit_step`` without ``begin_step``."""
 
 
 class ConcurrentUseError(MambaCacheError, RuntimeError):
-    """A call came while another one of the same object was running."""
+    """An object was called while another call of the same object was running."""
 
 
 class PoisonedError(MambaCacheError, RuntimeError):
-    """An exception broke off an earlier call in the middle of a change; the message says which."""
+    """An exception interrupted a change in an earlier call; the message names both."""
 
 
 class InvariantError(MambaCacheError, AssertionError):
-    """``check_invariants`` found bookkeeping that contradicts itself: a bug, never bad input."""
+    """``check_invariants`` found records that contradict each other: a bug, never bad input."""
 
 
 class MissingExtraError(MambaCacheError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra to install."""
 
 
 class UnsupportedVersionError(MambaCacheError, ImportError):
-    """Another project is installed in a version that this package does not fit; it says where."""
+    """The installed version of another project is not supported; the message names what differs."""
 
 
 class UnresumableModelError(MambaCacheError, RuntimeError):
-    """A model does not compute the same from a saved state as without a break."""
+    """A model that resumes from a saved state computes other results than without a break."""
 
 
 class ModelChangedError(MambaCacheError, RuntimeError):
-    """A model is no longer the one that the cached prefixes were computed with."""
+    """The model differs from the one that computed the cached prefixes."""
 
 
 class UnwrittenStateWarning(MambaCacheError, RuntimeWarning):  # noqa: N818 (a warning)
-    """A step's forward did not write states that it was to save, so they are not published."""
+    """A step's forward did not write all states of its checkpoints, so they are not published."""
 
 
 class TierInUseError(MambaCacheError, RuntimeError):
-    """A folder of a disk cache is used by another process; the message says which."""
+    """Another process uses a folder of the disk cache; the message names the folder."""
 
 
 class CapacityError(MambaCacheError, RuntimeError):
-    """Something that the call needs is used up.
+    """Too few of a resource are available.
 
     Attributes:
-        required: How many the call needed.
-        available: How many it could have had.
+        required: Number that the call needed.
+        available: Number that was available.
         detail: More about the reason, or "".
     """
 
-    #: What is short, as the message names it.
+    #: Name of the resource in the message.
     resource = "units"
-    #: How the message ends, after the number available.
+    #: End of the message, after the available number.
     supply = "are available"
 
     def __init__(self, required: int, available: int, detail: str = "") -> None:
@@ -142,25 +141,25 @@ class CapacityError(MambaCacheError, RuntimeError):
 
 
 class BlockCapacityError(CapacityError):
-    """Free and evictable KV blocks do not suffice."""
+    """Too few KV blocks are free or evictable."""
 
     resource = "KV blocks"
 
 
 class RequestCapacityError(CapacityError):
-    """Every request row is taken."""
+    """Too few request rows are free."""
 
     resource = "request rows"
 
 
 class TokenCapacityError(CapacityError):
-    """A step would compute more tokens than its buffers hold."""
+    """A step would have more tokens than its buffers hold."""
 
     resource = "tokens in one step"
 
 
 class MambaSlotCapacityError(CapacityError):
-    """Free and evictable slots do not suffice."""
+    """Too few slots are free or evictable."""
 
     resource = "Mamba slots"
     supply = "free or evictable slots are available"

@@ -1,4 +1,4 @@
-"""What a cache tells its listeners: requests admitted, blocks and states stored and removed."""
+"""Events for listeners: requests admitted, blocks and states stored and removed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Admitted:
     """A request was admitted: it was matched, and its memory is reserved.
 
     Attributes:
-        request_id: Its id; None for a prompt of ``PrefixCache``, which has none.
-        num_tokens: Tokens of its prompt.
-        digests: The digest of each complete block of the prompt.
-        block_size_tokens: Tokens of a block.
-        will_continue: Whether its sender says that a longer prompt will follow; None: unknown.
-        cache_salt: Requests with different salts share nothing.
+        request_id: Id of the request; None for a prompt of ``PrefixCache``, which has no id.
+        num_tokens: Number of tokens of the prompt.
+        digests: Digest of each complete block of the prompt.
+        block_size_tokens: Number of tokens of a block.
+        will_continue: The sender's hint whether a longer prompt will follow; None: no hint.
+        cache_salt: Salt of the request; requests with different salts share no entry.
     """
 
     request_id: Hashable
@@ -36,22 +36,22 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks or states became findable.
+    """Blocks or states were published.
 
     Blocks of one event are consecutive blocks of one sequence.
 
     Attributes:
         kind: "block" or "state".
-        block_ids: The blocks; of states, the blocks at whose ends they were saved.
-        digests: The digest of each block.
-        slots: The slot of each state.
+        block_ids: The blocks; for states, the block at whose end each state was saved.
+        digests: Digest of each block.
+        slots: Slot of each state.
         parent_digest: Digest of the block before the first one; None at a sequence's start.
         tokens: [num_blocks * block_size_tokens] int32 array, the blocks' tokens in order. None if
             they were not given.
-        extra_keys: What else the hash of each block is made of, as vLLM lists it: the adapter,
-            pairs (key, offset in the block) of multimodal inputs, and in a first block the salt.
-            None for a block, or for all, without any.
-        block_size_tokens: Tokens of each block; None if ``tokens`` is.
+        extra_keys: For each block the other inputs of its hash, as in vLLM: the adapter, pairs
+            (key, offset in the block) of multimodal inputs, and in the first block the salt. None
+            for a block without such inputs, or if no block has any.
+        block_size_tokens: Number of tokens of each block; None if ``tokens`` is None.
     """
 
     kind: Literal["block", "state"]
@@ -66,14 +66,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks or states are no longer findable.
+    """Blocks or states were removed.
 
     Attributes:
         kind: "block" or "state".
-        block_ids: The blocks, in the order of removal; of states, the blocks at their ends.
-        digests: The digest of each block.
-        slots: The slot of each state.
-        is_reset: All blocks, or all states, were removed.
+        block_ids: The blocks in order of removal; for states, the block of each state.
+        digests: Digest of each block.
+        slots: Slot of each state.
+        is_reset: Whether all blocks, or all states, were removed.
     """
 
     kind: Literal["block", "state"]
@@ -85,7 +85,7 @@ class Removed:
 
 Event: TypeAlias = Admitted | Stored | Removed
 Listener: TypeAlias = Callable[[Any], object]
-"""Called with each event that it was added for, in order."""
+"""Called with each event of the classes that the listener was added for, in order."""
 
 _KINDS: Final[tuple[type, ...]] = (Admitted, Stored, Removed)
 
@@ -95,20 +95,20 @@ class Listeners:
 
     Events are delivered after the bookkeeping of a call is done. A listener must not call methods
     that change the cache. If a listener raises, the others still get the event; then the first
-    error goes on to the caller.
+    error is raised to the caller.
     """
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Listener]] = {kind: [] for kind in _KINDS}
-        self.waiting: deque[Event] = deque()  # events to deliver, the oldest first
-        self.is_held = False  # whether events wait
+        self.waiting: deque[Event] = deque()  # events to deliver, oldest first
+        self.is_held = False  # whether ``tell`` delivers no events
 
     def add(self, listener: Listener, *kinds: type) -> None:
         """Add a listener.
 
         Args:
             listener: Called with each event.
-            kinds: The event classes that it gets: ``Admitted``, ``Stored``, ``Removed``. Default:
+            kinds: The event classes to deliver: ``Admitted``, ``Stored``, ``Removed``. Default:
                 all.
 
         Raises:
@@ -124,7 +124,7 @@ class Listeners:
             self._listeners[kind].append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Remove a listener; it may be unknown."""
+        """Remove a listener, if it was added."""
         for listeners in self._listeners.values():
             listeners[:] = [each for each in listeners if each != listener]
 
