@@ -1,4 +1,4 @@
-"""Saved states of a hybrid model: found by block and hash, kept in slots, moved in one launch."""
+"""The allocator of slots with the tensors of their states, and Megatron Core's scratch."""
 
 from __future__ import annotations
 
@@ -46,51 +46,52 @@ __all__ = ["MambaSlotAllocator", "check_model", "checkpoint_alignment", "num_scr
 class MambaSlotAllocator(SlotPool):
     """Slots with the tensors of their states: a drop-in for Megatron Core's class of this name.
 
-    Copies are enqueued on the current stream, and nothing waits for the device. A state is saved in
-    one of two ways. If the forward writes checkpoints into a scratch, ``compute_and_store_offsets``
-    records where, and ``commit_intermediate_states`` ends the step. If the layers write straight
-    into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
-    ``cancel_reserved`` after it; until then those states are not findable.
+    Copies are enqueued on the current stream, and the host does not wait for the device. States are
+    saved in one of two ways. If the forward writes checkpoints to a scratch, call
+    ``compute_and_store_offsets`` before it and ``commit_intermediate_states`` after it. If the
+    layers write straight to slots, call ``reserve_slots`` before the forward, and
+    ``commit_reserved`` or ``cancel_reserved`` after it; reserved states are not findable.
 
-    After an exception of another package in the middle of a change, every call raises
-    ``PoisonedError`` until ``reset``, as in ``SlotPool``.
+    After an exception of another package during a change, every call raises ``PoisonedError`` until
+    ``reset``, as in ``SlotPool``.
 
     Args:
-        context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
-        max_slots: Slots for saved states, 0 or more.
-        num_mamba_layers: Mamba layers of the model, or of this pipeline stage.
+        context: The embedding context, with the fields of ``SlotContext``. Each field is read when
+            it is needed.
+        max_slots: Number of slots for saved states, >= 0.
+        num_mamba_layers: Number of Mamba layers of the model, or of this pipeline stage.
         conv_states_shape: Shape of one layer's conv state.
         ssm_states_shape: Shape of one layer's SSM state.
         conv_states_dtype: Dtype of the live conv states.
         ssm_states_dtype: Dtype of the live SSM states.
-        policy: Which slots are evicted; default: what ``prefix_caching_eviction_policy`` names,
-            "lru" if the context has none.
-        placement: Where checkpoints lie; default: ``MegatronPlacement``.
-        quantization: Which tensors slots keep in int8; None: all as they are.
+        policy: Decides which slots are evicted. Default: the policy that the context's
+            ``prefix_caching_eviction_policy`` names, else "lru".
+        placement: Decides where checkpoints are. Default: ``MegatronPlacement``.
+        quantization: The tensors that slots store in int8; None: all are stored unchanged.
 
     Attributes:
         context: As given.
-        num_mamba_layers: Layers that keep a state, over all their kinds.
-        placement: Where checkpoints lie.
+        num_mamba_layers: Number of layers with a state, of all kinds.
+        placement: Decides where checkpoints are.
         quantization: As given.
         free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
-        slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
-            are the tables themselves, and may be written by index.
-        hash_to_block_id: For an embedder whose KV blocks are not a ``KVBlockAllocator``: the block
-            whose state each hash id finds, once the block has a slot.
-        states: The saved states, [num_layers, max_slots, *shape] by name, whatever their kinds.
-        conv_states: [num_mamba_layers, max_slots, *conv] on the device. This and the next, as
-            those of the scratch, are None where states are of other kinds.
+        slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. An embedder
+            may write these three tables by index.
+        hash_to_block_id: For an embedder whose KV blocks are no ``KVBlockAllocator``: the block of
+            each hash id; its state is found once the block has a slot.
+        states: The saved states of all kinds, by name [num_layers, max_slots, *shape].
+        conv_states: [num_mamba_layers, max_slots, *conv] on the device. All conv and SSM attributes
+            are None if states are of other kinds.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
-        ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
-        max_intermediate_count: States that the scratch has room for.
+        ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 if quantised, else None.
+        max_intermediate_count: Number of states that the scratch has room for.
         intermediate_conv_out: [num_mamba_layers, max_intermediate_count, *conv]: the scratch.
         intermediate_ssm_out: [num_mamba_layers, max_intermediate_count, *ssm]: the scratch.
 
     Raises:
-        InvalidArgumentError: A size, shape, dtype or setting is out of range, or the model is of a
-            kind that is not supported.
+        InvalidArgumentError: A size, shape, dtype or setting is out of range, or the model is not
+            supported.
     """
 
     @outside_inference_mode
@@ -125,41 +126,39 @@ class MambaSlotAllocator(SlotPool):
         quantization: SlotQuantization | None = None,
         evicts_held: bool = False,
     ) -> MambaSlotAllocator:
-        """Make an allocator for the states that a spec describes, of whatever kinds of layers.
+        """Create an allocator for the states of a spec, with any kinds of layers.
 
-        The scratch, and calls that take conv and SSM states, are for ``StateSpec.mamba`` alone.
-        With other kinds live states are read from ``context.live_states``.
+        The scratch, and calls with conv and SSM states, are for ``StateSpec.mamba`` only. States of
+        other kinds are read from and written to ``context.live_states``.
 
         Args:
-            context: As above, like those that are not named here.
-            max_slots: As above.
-            spec: What one state holds.
-            policy: As above.
-            placement: As above.
-            quantization: As above.
+            context: As for the class.
+            max_slots: As for the class.
+            spec: The tensors of one state.
+            policy: As for the class.
+            placement: As for the class.
+            quantization: As for the class.
             evicts_held: As for ``SlotPool``.
 
         Raises:
             InvalidArgumentError: The context has a scratch, and the spec is not one that
-                ``StateSpec.mamba`` makes; or as above.
+                ``StateSpec.mamba`` makes; or as for the class.
         """
         slots = cls.__new__(cls)
         slots._set_up(context, max_slots, spec, policy, placement, quantization, evicts_held)
         return slots
 
     def embed(self, context: SlotContext) -> None:
-        """Become a part of a context made later, whose requests and live states are served then.
-
-        Slots and what is in them stay as they are.
+        """Use the requests and live states of another context, made later; slots do not change.
 
         Raises:
-            InvalidArgumentError: The context's model is of a kind that is not supported.
+            InvalidArgumentError: The context's model is not supported.
         """
         check_model(context)
         self.context = context
         self._make_tables()
 
-    def _set_up(  # noqa: PLR0917 - what both ways of making one have in common
+    def _set_up(  # noqa: PLR0917 - called by both constructors
         self,
         context: SlotContext,
         max_slots: int,
@@ -200,7 +199,7 @@ class MambaSlotAllocator(SlotPool):
         copied = (list(pool.tensors.values()) for pool in (scratch, states))
         self._scratch_to_slots = StateCopier(*copied)
         self._make_tables()
-        # Any: never None for states of conv and SSM.
+        # Any: they are not None for conv and SSM states.
         saved, scratched = (pool.tensors if self._is_mamba else {} for pool in (states, scratch))
         self.conv_states: Any = saved.get("conv")
         self.ssm_states: Any = saved.get("ssm")
@@ -212,7 +211,7 @@ class MambaSlotAllocator(SlotPool):
     def _make_tables(self) -> None:
         """Make the tables of intermediate offsets and EOS checkpoints: a row for each request.
 
-        Those on the CPU are the truth, and may be written by index from outside.
+        The embedder may write the tables on the CPU by index; those on the device are copies.
         """
         rows, device = self.context.max_requests, self.states.device
         wide = rows, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
@@ -233,12 +232,12 @@ class MambaSlotAllocator(SlotPool):
         self._has_intermediates = False
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save live states by their rows, in one launch; ``PAD_SLOT_ID`` skips."""
+        """Save live states by their rows, in one launch; skip ``PAD_SLOT_ID``."""
         self._bind_live_states()
         self._live_to_slots.copy(rows, slots)
 
     def _bind_live_states(self) -> None:
-        """Make the copiers anew if the embedder has put other tensors in place, or other memory."""
+        """Make new copiers if the embedder has replaced the live tensors or their memory."""
         live = list(self._live_states())
         storage = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live]
         if storage != self._live_storage:
@@ -254,17 +253,17 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
-        """Give each block a slot: its own if it has one, else a free one, else an evicted one.
+        """Give each block a slot: its present slot, else a free slot, else an evicted slot.
 
-        The blocks count as cached at once, so write their states before anybody reads them.
+        The blocks count as cached at once, so write their states before any read.
 
         Returns:
             The slot of each block, in order; a block that is named twice has one slot.
 
         Raises:
             UnknownBlockError: An id is outside the KV pool.
-            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
-                of the blocks named here are not evictable.
+            MambaSlotCapacityError: Too few slots are free or evictable; nothing has changed. Slots
+                of the given blocks are not evictable.
         """
         ids = self._block_ids(block_ids)
         slots = dict(zip(ids, self._slots_of(ids), strict=True))
@@ -282,14 +281,14 @@ class MambaSlotAllocator(SlotPool):
             try:
                 self.listeners.tell()
             except BaseException:
-                # The caller never learns the slots, so it does not write them.
+                # The caller does not get the slots, so their states are never written.
                 self.free_states(new)
                 raise
         return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
-        """Take slots from unreferenced blocks, or from some of them, for the caller to keep."""
+        """Evict slots of unreferenced blocks, or of candidates among them, and return the slots."""
         victims = self._choose_victims(num_needed, candidates=candidate_ids)
         if len(victims) < num_needed:
             raise MambaSlotCapacityError(num_needed, len(victims))
@@ -303,10 +302,10 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
-        """Make the blocks' states findable by hash id; one that is not positive is passed over.
+        """Make the blocks' states findable by hash id; ignore hash ids that are not positive.
 
-        A block has one hash: an earlier one is forgotten. A hash finds one block: the last. A block
-        may be registered before it has a slot; ``has_state`` tells.
+        A block has one hash id, and a hash id one block: earlier registrations are removed. A block
+        may be registered before it has a slot: check ``has_state``.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
@@ -326,7 +325,7 @@ class MambaSlotAllocator(SlotPool):
                 self.hash_to_block_id[hash_id], self._hash_of[block_id] = block_id, hash_id
 
     def _forget_hashes(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable by hash: the ones registered here, and those they have now."""
+        """Make blocks unfindable by the hash ids registered here and by their present ones."""
         now = as_host_array(self.kv_blocks.block_hashes)
         for block_id in block_ids:
             for hash_id in (self._hash_of.pop(block_id, NONE), now.item(block_id)):
@@ -337,17 +336,17 @@ class MambaSlotAllocator(SlotPool):
     def on_kv_blocks_deregistered(
         self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
     ) -> None:
-        """Free the slots of KV blocks that lost their content: an embedder's KV allocator calls it.
+        """Free the slots of KV blocks that lost their content; an embedder's allocator calls it.
 
         Args:
             block_ids: The blocks; a list, set, array or tensor.
-            hashes_to_delete: Their hash ids. The blocks that these find here are freed as well.
+            hashes_to_delete: Their hash ids. Slots of blocks registered under these are freed, too.
 
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was freed.
             InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
         """
-        # The blocks have lost their content already, so from here on this must end well.
+        # Before the checks: the blocks have lost their content, so an interrupt must poison this.
         self._guard.is_changing = True
         ids = self._block_ids(block_ids)
         hash_ids = _as_hash_ids(hashes_to_delete)
@@ -371,15 +370,15 @@ class MambaSlotAllocator(SlotPool):
 
         Args:
             block_id: A block with a slot.
-            layer_idx: The Mamba layer, from 0.
-            ssm_state: [*ssm] of the slots' dtype, on any device.
-            conv_state: [*conv], likewise.
+            layer_idx: Number of the Mamba layer, from 0.
+            ssm_state: [*ssm] of the live states' dtype, on any device.
+            conv_state: [*conv] of the live states' dtype, on any device.
 
         Raises:
             UnknownBlockError: The id is outside the KV pool.
             MissingStateError: The block has no slot.
-            InvalidArgumentError: There is no such layer, a state is no tensor that fits, or the
-                slots' states are not of conv and SSM.
+            InvalidArgumentError: There is no such layer, a state is no tensor of this shape and
+                dtype, or the slots' states are not conv and SSM.
         """
         if self.conv_states is None:
             raise InvalidArgumentError(
@@ -398,7 +397,7 @@ class MambaSlotAllocator(SlotPool):
                 raise InvalidArgumentError(
                     f"a layer's state must be a tensor of {like.shape} {like.dtype}, got {given}"
                 )
-        # Slots are no part of a graph of autograd.
+        # Slots must not become part of an autograd graph.
         conv_state, ssm_state = conv_state.detach(), ssm_state.detach()
         states = [conv_state, ssm_state]
         if self.quantization is not None:
@@ -412,7 +411,7 @@ class MambaSlotAllocator(SlotPool):
         """Save the live states of requests, all layers in one launch.
 
         Args:
-            slots: Where to; if one is named twice, the last counts.
+            slots: The destinations; if a slot is named twice, the last one counts.
             request_indices: The requests' rows in the context.
 
         Raises:
@@ -424,7 +423,7 @@ class MambaSlotAllocator(SlotPool):
         check_same_length(slots=targets, request_indices=requests)
         if targets:
             rows = _live_rows(self.context, requests)
-            self._guard.is_changing = True  # a slot may be findable: it has neither state then
+            self._guard.is_changing = True  # a findable slot may be written in part
             self.live_to_slots(rows, _last_write_wins(targets))
 
     @guarded(nests=True)
@@ -432,9 +431,9 @@ class MambaSlotAllocator(SlotPool):
         """Restore or clear live states by their rows, all layers in one launch.
 
         Args:
-            sources: [n] slots, on the host or the device; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID``
-                skips.
-            rows: [n] rows of the live states, likewise; ``PAD_SLOT_ID`` skips.
+            sources: [n] slots, on the host or the device. ``ZERO_SOURCE`` clears the row;
+                ``PAD_SLOT_ID`` is skipped.
+            rows: [n] rows of live states, on the same side; ``PAD_SLOT_ID`` is skipped.
 
         Raises:
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
@@ -448,7 +447,7 @@ class MambaSlotAllocator(SlotPool):
         """Restore a request's live state from a block's slot.
 
         Returns:
-            False if the block has no slot; the live state is untouched then.
+            False if the block has no slot; the live state is not changed then.
 
         Raises:
             UnknownBlockError: The id is outside the KV pool.
@@ -473,20 +472,20 @@ class MambaSlotAllocator(SlotPool):
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Record where states are to be saved in a request's prefill chunk.
+        """Record the checkpoints of a request's prefill chunk.
 
-        What the scratch has no row for, beside what is recorded for the other requests of the
-        step, is dropped and counted in ``skipped_checkpoints_total``.
+        Checkpoints for which the scratch has no row left, after those of the step's other requests,
+        are dropped and counted in ``skipped_checkpoints_total``.
 
         Args:
-            req: The request. Read are the length of its ``prompt_tokens`` and its
-                ``finished_chunk_token_count``, the prompt tokens of earlier prefill chunks.
-            current_id: Its row in the context.
-            skip_tokens: Tokens of the chunk that are not computed.
-            prefill_chunk_length: Tokens of the chunk, the skipped ones included.
-            num_matched_blocks: Blocks of the prompt found cached.
-            matched_block_ids: Those blocks; not needed.
-            overall_required_blocks: Blocks that the request needs.
+            req: The request: the length of its ``prompt_tokens`` is read, and its
+                ``finished_chunk_token_count``, the number of tokens of earlier prefill chunks.
+            current_id: The request's row in the context.
+            skip_tokens: Number of tokens of the chunk that are not computed.
+            prefill_chunk_length: Number of tokens of the chunk, including skipped tokens.
+            num_matched_blocks: Number of the prompt's blocks found cached.
+            matched_block_ids: Ids of these blocks; not used.
+            overall_required_blocks: Number of blocks that the request needs.
 
         Raises:
             InvalidArgumentError: There is no such row.
@@ -499,13 +498,12 @@ class MambaSlotAllocator(SlotPool):
         facts = PlacementFacts(num_tokens, size, num_matched_blocks, overall_required_blocks)
         alignment, num_new = checkpoint_alignment(context), prefill_chunk_length - skip_tokens
         placed = sorted(position - start for position in placed_positions(self.placement, facts))
-        wanted = [o for o in placed if 0 < o < num_new and o % alignment == 0]
+        fitting = [o for o in placed if 0 < o < num_new and o % alignment == 0]
         counts = self._intermediate_counts_cpu.numpy()
         num_others = int(counts.sum()) - int(counts[row])
-        # Rows of the scratch that other requests of the step leave.
-        num_left = max(self.max_intermediate_count - num_others, 0)
-        num_skipped = max(len(wanted) - min(num_left, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST), 0)
-        offsets = wanted[num_skipped:]  # the later ones save more
+        num_left = max(self.max_intermediate_count - num_others, 0)  # rows of the scratch
+        num_skipped = max(len(fitting) - min(num_left, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST), 0)
+        offsets = fitting[num_skipped:]  # later checkpoints save more tokens
         table = context.request_to_kv_block_ids[row]
         block_ids = [int(table[(start + offset) // size - 1]) for offset in offsets]
         ends_prompt = req.finished_chunk_token_count + prefill_chunk_length >= num_tokens
@@ -513,7 +511,7 @@ class MambaSlotAllocator(SlotPool):
         eos_block_id = int(table[num_tokens // size - 1]) if has_eos else -1
         self._guard.is_changing = True
         unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - len(offsets)
-        # Through numpy: one element of a tensor costs as much as a whole row of an array.
+        # Through numpy: writing one element of a tensor takes as long as a row of an array.
         self._intermediate_offsets_cpu.numpy()[row] = offsets + [0] * unused
         self._intermediate_block_ids_cpu.numpy()[row] = block_ids + [-1] * unused
         counts[row] = len(offsets)
@@ -526,11 +524,11 @@ class MambaSlotAllocator(SlotPool):
     def get_intermediate_cpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return what is recorded for the batch's prefill requests, on the CPU.
+        """Return the recorded checkpoints of the batch's prefill requests, on the CPU.
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32: views. (None, None) if
-            there are no prefill requests or nothing is recorded.
+            there are no prefill requests or no checkpoints.
         """
         if not self._has_intermediates:
             return None, None
@@ -544,7 +542,7 @@ class MambaSlotAllocator(SlotPool):
     def get_intermediate_gpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return what is recorded for the batch's prefill requests, on the device.
+        """Return the recorded checkpoints of the batch's prefill requests, on the device.
 
         Returns:
             As in ``get_intermediate_cpu_data``, but copied to the device without waiting for it.
@@ -560,14 +558,14 @@ class MambaSlotAllocator(SlotPool):
         """Copy recorded rows to the device without waiting for it.
 
         Returns:
-            Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device, at
-            addresses that ``prefill_start`` fixes. (None, None) for no rows.
+            Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device; the
+            addresses depend only on ``prefill_start``. (None, None) for no rows.
         """
         if not prefill_count:
             return None, None
         rows = slice(prefill_start, prefill_start + prefill_count)
-        # The device may read long after this call, when the rows have been cleared already, so it
-        # gets a copy of its own; ``to_device`` pins it, since pageable memory would be waited for.
+        # The device may read after the rows are cleared, so it reads a copy. ``to_device`` pins the
+        # copy: the host would wait for a transfer from pageable memory.
         for target, source in (
             (self._offsets_device, self._intermediate_offsets_cpu),
             (self._counts_device, self._intermediate_counts_cpu),
@@ -579,29 +577,28 @@ class MambaSlotAllocator(SlotPool):
     def commit_intermediate_states(self) -> None:
         """Save the checkpoints of a step whose forward has been enqueued, and publish them.
 
-        What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
-        refused, the slots taken for it are freed again.
+        Checkpoints that get no slot are dropped and counted in ``skipped_checkpoints_total``. If a
+        copy fails, the slots taken for it are freed again.
 
-        Which rows of the scratch the forward has written only the device knows: the embedder's
-        counts are believed. What was saved is filled with NaN in the scratch, so that a row that
-        the next forward leaves out holds no other request's state.
+        The embedder's counts of written scratch rows are trusted. Saved rows are filled with NaN in
+        the scratch: a row that the next forward does not write has no other request's state.
         """
         collected = self._collect_commit_data()
         if collected is None:
             return
         bids, offsets, eos_bids, eos_rows, hashes = collected
         num_written = len(offsets)
-        block_ids = wanted = [*bids, *eos_bids]
-        with_slot = {block_id for block_id in wanted if self.has_state(block_id)}
+        block_ids = requested = [*bids, *eos_bids]
+        with_slot = {block_id for block_id in requested if self.has_state(block_id)}
         try:
-            slots = self.allocate_slots_batch(wanted)
+            slots = self.allocate_slots_batch(requested)
         except MambaSlotCapacityError as error:
-            new = [b for b in dict.fromkeys(wanted) if b not in with_slot]
+            new = [b for b in dict.fromkeys(requested) if b not in with_slot]
             kept = with_slot.union(new[: error.available])
             bids, offsets = _only(kept, bids, bids, offsets)
             eos_bids, eos_rows = _only(kept, eos_bids, eos_bids, eos_rows)
-            block_ids, hashes = _only(kept, wanted, wanted, hashes)
-            self.skipped_checkpoints_total += len(wanted) - len(block_ids)
+            block_ids, hashes = _only(kept, requested, requested, hashes)
+            self.skipped_checkpoints_total += len(requested) - len(block_ids)
             if not block_ids:
                 self._clear_intermediate_state()
                 return
@@ -611,11 +608,11 @@ class MambaSlotAllocator(SlotPool):
             self.store_from_live_batch(slots[len(bids) :], eos_rows)
             self.register_block_hashes_batch(block_ids, hashes)
         except BaseException as error:
-            # An error of the package comes before its copy: what was in a slot before is whole.
+            # An error of the package comes before its copy: earlier states in slots are intact.
             is_whole = isinstance(error, MambaCacheError)
             self._invalidate_blocks_batch(set(block_ids) - (with_slot if is_whole else set()))
             raise
-        for tensor in self._scratch.tensors.values():  # integers have no NaN
+        for tensor in self._scratch.tensors.values():  # 0 for integers, which have no NaN
             tensor[:, :num_written] = math.nan if tensor.is_floating_point() else 0
         self._clear_intermediate_state()
 
@@ -623,9 +620,9 @@ class MambaSlotAllocator(SlotPool):
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """List what the step has to save, or clear what was recorded if that is nothing.
+        """Return the checkpoints that the step saves; if there are none, clear the records.
 
-        These are blocks and scratch rows, EOS blocks and request rows, and hash ids in this order.
+        The lists are: blocks, their scratch rows, EOS blocks, their request rows, all hash ids.
         """
         start, num_rows = self._prefill_rows()
         metadata = self.context.mamba_metadata
@@ -636,7 +633,7 @@ class MambaSlotAllocator(SlotPool):
         eos = self._eos_cache_block_id_cpu.numpy()[start : start + num_rows]
         eos_rows = np.flatnonzero(eos >= 0)
         eos_blocks, eos_rows = eos[eos_rows].tolist(), (eos_rows + start).tolist()
-        written_blocks = blocks[: self.max_intermediate_count]  # no other could be written
+        written_blocks = blocks[: self.max_intermediate_count]  # the scratch has no further rows
         self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
         blocks = written_blocks
         if not blocks and not eos_blocks:
@@ -648,28 +645,28 @@ class MambaSlotAllocator(SlotPool):
     @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copy states from the scratch to slots, all layers in one launch."""
-        with outside:  # the caller takes the slots back
+        with outside:  # the caller frees the slots
             self._scratch_to_slots.copy(src_offsets, _last_write_wins(slots))
 
     @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
-        """Forget what was recorded for the batch's prefill requests."""
+        """Clear the records of the batch's prefill requests."""
         rows = self._prefill_rows()
         self._guard.is_changing = True
         self._clear_rows(*rows)
 
     def check_invariants(self) -> None:
-        """Check the bookkeeping against itself.
+        """Check that all bookkeeping agrees.
 
         Raises:
-            InvariantError: Something contradicts something else; the message says what.
+            InvariantError: Two records contradict each other; the message names them.
         """
         super().check_invariants()
         for hash_id, block_id in self.hash_to_block_id.items():
             if self._slot_at[block_id] < 0 and self._hash_of.get(block_id) != hash_id:
                 raise InvariantError(f"hash {hash_id} finds block {block_id}, which lost its slot")
         for block_id, hash_id in self._hash_of.items():
-            # An embedder may drop a hash by itself, but a hash cannot stand for two blocks.
+            # An embedder may delete a hash id, but no hash id can have two blocks.
             if self.hash_to_block_id.get(hash_id, block_id) != block_id:
                 raise InvariantError(
                     f"block {block_id} is registered under hash {hash_id}, which finds another"
@@ -686,7 +683,7 @@ class MambaSlotAllocator(SlotPool):
         self._hash_of.clear()
 
     def _reset(self) -> None:
-        """Return everything to the initial state: no slot taken, no hash, every state zero."""
+        """Return to the initial state: all slots free, no hash ids, all states zero."""
         super()._reset()
         self._clear_rows(0, len(self._intermediate_counts_cpu))
         self.states.zero_()
@@ -694,12 +691,12 @@ class MambaSlotAllocator(SlotPool):
 
 
 def _as_hash_ids(values: Iterable[Any]) -> list[int]:
-    """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
+    """Return checked hash ids as ints; an id that is not positive means "none"."""
     return as_ids("hashes", values, INT64_MAX + 1, start=-INT64_MAX - 1)
 
 
 def _only(kept: Collection[int], block_ids: list[int], *lists: list[int]) -> list[list[int]]:
-    """Return of lists beside block ids what belongs to blocks that are kept."""
+    """Return the items of each list whose block id at the same index is in ``kept``."""
     return [
         [value for block_id, value in zip(block_ids, values, strict=True) if block_id in kept]
         for values in lists
@@ -707,19 +704,19 @@ def _only(kept: Collection[int], block_ids: list[int], *lists: list[int]) -> lis
 
 
 def _last_write_wins(destinations: Sequence[int]) -> list[int]:
-    """Turn all but the last mention of each destination into ``PAD_SLOT_ID``.
+    """Replace all but the last occurrence of each destination by ``PAD_SLOT_ID``.
 
-    The pairs of one launch run side by side: two that write to one slot would leave a mixture.
+    The pairs of one launch run in parallel: two writes to one slot would leave a mixture.
     """
     last = {destination: index for index, destination in enumerate(destinations)}
     return [d if last[d] == index else PAD_SLOT_ID for index, d in enumerate(destinations)]
 
 
 def num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
-    """Read how many states the forward may write into the scratch in one step.
+    """Return the number of states that the forward may write to the scratch in one step.
 
-    Megatron Core before 0.19 does not say, and its forward writes three rows for each of
-    ``max_requests``, whether a state belongs there or not.
+    Megatron Core before 0.19 has no such field, and its forward always writes three rows for each
+    of ``max_requests``.
     """
     rows: int | None = getattr(context, "max_mamba_intermediate_states_per_step", None)
     if not spec.is_mamba:
@@ -736,7 +733,7 @@ def num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
 
 
 def checkpoint_alignment(context: SlotContext) -> int:
-    """Read the tokens between positions where states can be saved: by default an SSM chunk's."""
+    """Return the number of tokens between positions where states can be saved: a chunk's."""
     chunk: int = getattr(context, "mamba_chunk_size", 1)
     alignment: int = getattr(context, "ssm_chunk_alignment", chunk)
     if alignment % chunk:
@@ -747,7 +744,7 @@ def checkpoint_alignment(context: SlotContext) -> int:
 
 
 def check_model(context: SlotContext) -> None:
-    """Check that the context's model is of a kind whose states can be saved."""
+    """Check that the states of the context's model can be saved."""
     num_householder = getattr(context, "gdp_num_householder", 0)
     if num_householder > 0:
         raise InvalidArgumentError(
@@ -758,7 +755,7 @@ def check_model(context: SlotContext) -> None:
 
 
 def _live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
-    """Look up the rows of requests in the live states."""
+    """Return the live-state rows of requests, checked."""
     table = as_host_array(context.mamba_metadata.request_to_mamba_state_idx)
     rows = [int(table[request]) if 0 <= request < len(table) else -1 for request in requests]
     if min(rows) < 0:
