@@ -63,7 +63,7 @@ def decode_work(slices, table, block_size):
     return DecodeWork(
         group=group_of(slices),
         starts=starts,
-        most=starts,
+        max_starts=starts,
         ends=starts + lengths,
         longest=max((starts + lengths).tolist(), default=0),
         num_tokens=int(lengths.sum()),
