@@ -171,11 +171,11 @@ def _tokens(tokenizer: Any, text: str) -> Sequence[int]:
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
         else:
-            most = middle - 1
-    return least
+            high = middle - 1
+    return low

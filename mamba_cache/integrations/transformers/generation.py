@@ -228,11 +228,11 @@ class Generation:
         can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
         if not is_single and (self.prefiller.min_tokens > 1 or not can_wait):
             return False
-        most = self.served.max_length  # maximum columns of prompts and answers
+        max_length = self.served.max_length  # maximum columns of prompts and answers
         if self.served.max_new_tokens is not None:
-            most = prompts[0].padding + len(prompts[0].tokens) + self.served.max_new_tokens
+            max_length = prompts[0].padding + len(prompts[0].tokens) + self.served.max_new_tokens
         self._batcher = batcher = self.find_batcher()
-        if batcher is None or not self._is_quicker(batcher, prompts, most):
+        if batcher is None or not self._is_quicker(batcher, prompts, max_length):
             return False
         counts, named = Counter(prompt.key for prompt in prompts), self._checkpoints_of(prompts)
         made: dict[bytes, Iterator[BatchRequest]] = {}
@@ -241,7 +241,7 @@ class Generation:
                 continue
             tokens = prompt.tokens if is_single else prompt.tokens[:-1]
             settings = AnswerSettings(
-                max_new_tokens=most,
+                max_new_tokens=max_length,
                 num_answers=counts[prompt.key],
                 eos_token_ids=frozenset(self.served.eos_token_ids),
                 is_greedy=True,
@@ -266,9 +266,9 @@ class Generation:
         """
         lengths = [max_length - prompt.padding for prompt in prompts]
         own = {prompt.key: prompt.tokens for prompt in prompts}.values()
-        most = batcher.chunk_tokens
+        chunk_tokens = batcher.chunk_tokens
         if not batcher.has_room(lengths) or (
-            sum(map(len, own)) > most and self._num_left(own) > most
+            sum(map(len, own)) > chunk_tokens and self._num_left(own) > chunk_tokens
         ):
             return False
         batcher.configure()

@@ -255,10 +255,10 @@ class PrefixCache:
             hash_secret=hash_secret,
         )
         self._options = OptionsReader(settings.model)
-        most_tokens = settings.segment_tokens or _default_segment(
+        max_segment = settings.segment_tokens or _default_segment(
             settings.block_size_tokens, self._capture
         )
-        self._chunk_tokens = min(most_tokens, _MAX_CHUNK_TOKENS)
+        self._chunk_tokens = min(max_segment, _MAX_CHUNK_TOKENS)
         self._store = PrefixStore(
             layout,
             config,
@@ -270,7 +270,7 @@ class PrefixCache:
         self._store.join(self._guard)
         may_shrink = settings.segment_tokens is None
         self._prefiller = Prefiller(
-            self._runner, self._store, self._capture, most_tokens, may_shrink
+            self._runner, self._store, self._capture, max_segment, may_shrink
         )
         self._batcher: Batcher | None = None
         # Without capture a batch could save no states inside of prompts.
@@ -1005,8 +1005,8 @@ def _read_policy(
 
 
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:
-    most = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
-    return max(most // block_size_tokens, 1) * block_size_tokens
+    limit = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
+    return max(limit // block_size_tokens, 1) * block_size_tokens
 
 
 def check_settings(settings: Mapping[str, Any]) -> CacheConfig:

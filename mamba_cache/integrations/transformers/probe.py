@@ -116,13 +116,13 @@ def _noise(
 ) -> list[float]:
     """Return the maximum difference of each trace of whole runs with rounded embeddings."""
     embedding = runner.model.get_input_embeddings()
-    most = [0.0] * len(whole)
+    noise = [0.0] * len(whole)
     for seed in range(_NOISY_RUNS):
         generator = torch.Generator().manual_seed(seed)
         with embedding.register_forward_hook(partial(_round, generator)):
             noisy = _differences(whole, _run(runner, layout, None, [tokens]))
-        most = list(map(max, most, noisy))
-    return most
+        noise = list(map(max, noise, noisy))
+    return noise
 
 
 def _rounding_of(dtype: torch.dtype) -> float:

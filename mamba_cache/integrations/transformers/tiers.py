@@ -160,8 +160,8 @@ class PrefixTiers(Tiering):
 
     def _matched(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
         """Match a sequence; at most ``usable`` of its tokens may be skipped."""
-        least = self._config.min_computed_tokens
-        return self._store.index.match(sequence.chain.digests, usable + least, least)
+        min_computed = self._config.min_computed_tokens
+        return self._store.index.match(sequence.chain.digests, usable + min_computed, min_computed)
 
     def _fetch(self, sequence: CachedSequence, usable: int) -> bool:
         """Load entries from disk and store to host memory; return whether one was damaged."""

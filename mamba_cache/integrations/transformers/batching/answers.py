@@ -116,14 +116,14 @@ class AnswerSettingsReader:
     def _read(self, joined: Any, prompt_tokens: int) -> tuple[AnswerSettings, bool]:
         config = copy.copy(joined)
         given = max_new_tokens(self.model, config)
-        most = config.max_length - prompt_tokens if given is None else given
-        if given is None and most < 1:
+        limit = config.max_length - prompt_tokens if given is None else given
+        if given is None and limit < 1:
             raise InvalidArgumentError(
                 f"max_length must be more than the prompt's {prompt_tokens} tokens, got "
                 f"{config.max_length}: set max_new_tokens instead"
             )
-        check_int("max_new_tokens", most, minimum=1)
-        config.max_length = prompt_tokens + most
+        check_int("max_new_tokens", limit, minimum=1)
+        config.max_length = prompt_tokens + limit
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
         # On the CPU, so that this thread does not wait for the device, which other requests use.
@@ -131,7 +131,7 @@ class AnswerSettingsReader:
         processors = _processors(self.model, config, ids)
         eos = config._eos_token_tensor
         settings = AnswerSettings(
-            max_new_tokens=most,
+            max_new_tokens=limit,
             num_answers=int(config.num_return_sequences or 1),
             eos_token_ids=frozenset([] if eos is None else eos.tolist()),
             is_greedy=not config.do_sample,

@@ -224,9 +224,9 @@ class Batcher:
                 f"{type(batching_config).__name__}"
             )
 
-        def limit(name: str, most: int) -> int:
+        def limit(name: str, maximum: int) -> int:
             number = getattr(batching_config, name, None)
-            return most if number is None else min(check_int(name, number, minimum=1), most)
+            return maximum if number is None else min(check_int(name, number, minimum=1), maximum)
 
         scheduler = self._scheduler
         scheduler.max_chunk_tokens = limit("max_batch_tokens", self.chunk_tokens)
@@ -265,14 +265,14 @@ class Batcher:
         request = self._store.request(prompt, key, request_id, **fields)  # errors name this id
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
-        size, least = self.context.block_size_tokens, self.context.config.min_computed_tokens
+        size, min_own = self.context.block_size_tokens, self.context.config.min_computed_tokens
         first = self._num_requests
         made = [
             BatchRequest(
                 prepared=replace(
                     prepared, request=replace(prepared.request, request_id=first + number)
                 ),
-                reusable_blocks=max(len(prepared.tokens) - least, 0) // size,
+                reusable_blocks=max(len(prepared.tokens) - min_own, 0) // size,
                 request_id=f"{request_id}__child#{number - 1}" if number else request_id,
                 settings=settings,
                 seed=(seed + number * _CHILD_SEED) & _SEED_MASK,
@@ -390,9 +390,9 @@ class Batcher:
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
-    def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
-        """Capture decode steps of up to ``most_requests`` rows (None: one for each request)."""
-        count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
+    def warm_up(self, max_requests: int | None = None, *, shows_progress: bool = False) -> None:
+        """Capture decode steps of up to ``max_requests`` rows (None: one for each request)."""
+        count = min(self._scheduler.max_requests, max(max_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
         self._graphs.prepare(
             [size for size in self._sizes if size <= largest],
@@ -412,11 +412,11 @@ class Batcher:
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
         """Compute rectangles so that all sizes for graphs are captured and kernels are tuned."""
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
-        longest, most = self.context.config.max_sequence_length, self.chunk_tokens
+        longest, largest = self.context.config.max_sequence_length, self.chunk_tokens
         known: set[tuple[int, int]] = set()
         with transformers().utils.logging.tqdm(desc="Capturing rectangles") as bar:
             # The first rectangles measure up to which size a graph saves time: see RectangleCosts.
-            while sizes := [size for size in self._forwards.costs.sizes(most) if size not in known]:
+            while sizes := [x for x in self._forwards.costs.sizes(largest) if x not in known]:
                 known.update(sizes)
                 bar.reset(total=len(known))
                 bar.update(len(known) - len(sizes))
@@ -429,7 +429,7 @@ class Batcher:
                 torch.cuda.synchronize(self.context.device)
         # Larger rectangles run eagerly: their kernels are compiled and tuned before the first call.
         size = min(_TUNED_TOKENS, longest)
-        rows = min(self.context.max_requests, most // size)
+        rows = min(self.context.max_requests, largest // size)
         for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
             self._compute_drawn(lengths, saves_states=True)
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
@@ -502,9 +502,9 @@ class Batcher:
 
     def _compute(self, step: Step) -> tuple[list[ComputedChunks], torch.Tensor | None]:
         """Compute a step; return its computed chunks, and the logits of decoding requests."""
-        computed, most = [], self._scheduler.max_chunk_tokens
+        computed, max_tokens = [], self._scheduler.max_chunk_tokens
         if step.prefills:
-            computed = self._forwards.prefill(step, most)
+            computed = self._forwards.prefill(step, max_tokens)
         return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:

@@ -169,10 +169,10 @@ class BatchForwards:
         A forward over several rows has at most ``max_tokens`` tokens, padding included.
         """
         computed, is_captured = [], True
-        most = 0 if self.why_eager else max_tokens
-        for group in self._split(self._place(step), max_tokens, most):
+        max_captured = 0 if self.why_eager else max_tokens
+        for group in self._split(self._place(step), max_tokens, max_captured):
             shape = self._shape_of(group)
-            size = self.costs.captured(shape.num_rows, shape.num_tokens, most)
+            size = self.costs.captured(shape.num_rows, shape.num_tokens, max_captured)
             if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
                 inputs = self._inputs_of(shape, group)
                 with self.costs.computing(shape.num_rows * shape.num_tokens):
@@ -240,7 +240,7 @@ class BatchForwards:
         return placed
 
     def _split(
-        self, chunks: Sequence[_Placed], max_tokens: int, most_captured: int
+        self, chunks: Sequence[_Placed], max_tokens: int, max_captured: int
     ) -> Iterator[Sequence[_Placed]]:
         """Group chunks into rectangles, each in the order of its live rows."""
         alike: dict[object, list[_Placed]] = {}
@@ -251,7 +251,7 @@ class BatchForwards:
         for group in alike.values():
             group.sort(key=lambda chunk: -chunk.request.num_tokens)
             lengths = [chunk.request.num_tokens for chunk in group]
-            for begin, end in self.costs.split(lengths, max_tokens, most_captured):
+            for begin, end in self.costs.split(lengths, max_tokens, max_captured):
                 yield sorted(group[begin:end], key=lambda chunk: chunk.live_row)
 
     def _shape_of(self, group: Sequence[_Placed]) -> RectangleShape:
@@ -263,15 +263,15 @@ class BatchForwards:
         )
         size = max(lengths)
         # The model computes a single token by its decode path, which is not exact for every model.
-        least = self._min_tokens if self._capture is not None else 1
+        min_tokens = self._min_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
-        is_ragged = not is_alike or size < least
+        is_ragged = not is_alike or size < min_tokens
         first = group[0].live_row
         is_in_order = group[-1].live_row - first == len(group) - 1
         return RectangleShape(
             len(group),
-            max(size, least),
-            widths if size >= least else (least,),
+            max(size, min_tokens),
+            widths if size >= min_tokens else (min_tokens,),
             is_ragged=is_ragged,
             is_fresh=not is_ragged and not any(chunk.request.start for chunk in group),
             first_live_row=first if is_in_order else -1,

@@ -241,57 +241,57 @@ def padded_sizes(max_requests: int) -> tuple[int, ...]:
 class RectangleCosts:
     """The cost of forwards over rectangles, in tokens: ``split`` groups chunks by it.
 
-    An eager forward takes at least as long as the host needs to launch its kernels. ``_least`` is
-    the number of tokens that the GPU computes in that time; it is measured while forwards run.
-    Rectangles of up to ``_least`` tokens are captured, because only they wait for launches: with a
-    Granite-4-like model 4,352 tokens take 100 ms to launch and 75 ms to compute (H100).
+    An eager forward takes at least as long as the host needs to launch its kernels.
+    ``_launch_tokens`` is the number of tokens that the GPU computes in that time, measured while
+    forwards run. Up to this size rectangles are captured, because only these wait for launches: a
+    Granite-4-like model takes 100 ms to launch and 75 ms to compute 4,352 tokens (H100).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._least, self._extra = _FORWARD_TOKENS.get(device.type, (0, 0))
+        self._launch_tokens, self._fixed_tokens = _FORWARD_TOKENS.get(device.type, (0, 0))
         self._launch_seconds: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # of short forwards
         self._token_seconds = math.inf  # minimum GPU time per token of long forwards
         self._timed: list[tuple[int, Any, Any]] = []  # long forwards: tokens, start and end event
 
-    def sizes(self, most_tokens: int) -> list[tuple[int, int]]:
-        """Return rows and tokens per row of all sizes for graphs up to ``most_tokens`` tokens."""
+    def sizes(self, max_tokens: int) -> list[tuple[int, int]]:
+        """Return rows and tokens per row of all sizes for graphs up to ``max_tokens`` tokens."""
         self._update()
-        most = min(most_tokens, self._least)
-        return [(rows, own) for rows in _SIZES for own in _SIZES[rows] if rows * own <= most]
+        limit = min(max_tokens, self._launch_tokens)
+        return [(rows, own) for rows in _SIZES for own in _SIZES[rows] if rows * own <= limit]
 
-    def captured(self, rows: int, tokens: int, most_tokens: int) -> tuple[int, int] | None:
+    def captured(self, rows: int, tokens: int, max_tokens: int) -> tuple[int, int] | None:
         """Return the size for graphs in which a rectangle fits; None if it is too large for one."""
         size = next((size for size in _SIZES if size >= rows), None)
         if size is None or tokens > _SIZES[size][-1]:
             return None
         own = _SIZES[size][bisect_left(_SIZES[size], tokens)]
-        return (size, own) if size * own <= min(most_tokens, self._least) else None
+        return (size, own) if size * own <= min(max_tokens, self._launch_tokens) else None
 
     def split(
-        self, lengths: Sequence[int], max_tokens: int, most_captured: int
+        self, lengths: Sequence[int], max_tokens: int, max_captured: int
     ) -> Iterator[tuple[int, int]]:
         """Divide rows, sorted from the longest on, into the rectangles of the least total cost.
 
-        Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs. Yield the
+        Rectangles of up to ``max_captured`` tokens may be replayed from CUDA graphs. Yield the
         first row of each rectangle, and the row after its last.
         """
         self._update()
 
         def cost(rows: int, tokens: int) -> int:
-            size = self.captured(rows, tokens, most_captured)
-            eager = max(rows * tokens, self._least)
-            return self._extra + (eager if size is None else size[0] * size[1])
+            size = self.captured(rows, tokens, max_captured)
+            eager = max(rows * tokens, self._launch_tokens)
+            return self._fixed_tokens + (eager if size is None else size[0] * size[1])
 
         yield from pairwise(split_rows(lengths, max_tokens, cost))
 
     def _update(self) -> None:
-        """Read the times of forwards that have finished on the GPU, and update ``_least``."""
+        """Read the times of forwards that have finished on the GPU; update ``_launch_tokens``."""
         while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
             tokens, begin, end = self._timed.pop(0)
             self._token_seconds = min(self._token_seconds, begin.elapsed_time(end) / 1e3 / tokens)
         if self._launch_seconds and self._token_seconds < math.inf:
-            self._least = int(median(self._launch_seconds) / self._token_seconds)
+            self._launch_tokens = int(median(self._launch_seconds) / self._token_seconds)
 
     @contextmanager
     def launching(self, num_tokens: int, *, is_usual: bool) -> Iterator[None]:
