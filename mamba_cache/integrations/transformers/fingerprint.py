@@ -215,10 +215,10 @@ class ModelFingerprint:
         if self._is_assumed:
             self._is_assumed, before = False, self._reading.tensors
             is_current, now = self.is_current(), self._reading.tensors
-            # The weights' comparison reads the tensors of before: it would not notice new ones.
+            # The comparison of weights reads the old tensors, so it cannot notice new ones.
             if not is_current or any(before.get(path) is not now[path] for path in now):
-                self.key = ""  # so that nothing is current until the next ``begin``
-                raise ModelChangedError("the model is not that of the call before")
+                self.key = ""  # ``is_current`` returns False until the next ``begin``
+                raise ModelChangedError("the model has changed since the previous call")
         self._weights.confirm()
 
     def portable_key(self) -> str | None:
@@ -847,7 +847,7 @@ class _Weights:
             more = f" and {len(changed) - _MAX_NAMES} more" if len(changed) > _MAX_NAMES else ""
             raise ModelChangedError(
                 "the model's weights are not those that the cached prefixes were computed with "
-                f"({names or 'they were others for a moment'}{more}): call reset() to forget those"
+                f"({names or 'they differed for a moment'}{more}): call reset() to drop these"
             )
         else:
             self.expected |= found

@@ -132,8 +132,8 @@ class Generation:
             self._batcher.end_rows()
             if self.has_streamer and not self.runner.fingerprint.is_current():
                 raise ModelChangedError(
-                    "the model was changed while generate ran, by a streamer: call reset(), for "
-                    "what is cached may come from both models"
+                    "the model was changed while generate ran, by a streamer: call reset(), "
+                    "because cached prefixes may come from both models"
                 )
             return
         if self._ids is None or not self._keeps_answers:

@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 _GOES_BACK = "it goes back in the sequence, which a state cannot"
-_DOES_NOT_EXIST = "those of a prefix that is not computed again do not exist"
+_DOES_NOT_EXIST = "a cached prefix is not computed again, so it has none"
 _OTHERS_CODE = "it loads a decoding loop that may use the model in any way"
 
 REFUSED = {
     "past_key_values": "the cache makes its own",
     "cache_params": "the cache makes its own",
-    "inputs_embeds": "prefixes are found by token ids, which embeddings do not tell",
+    "inputs_embeds": "prefixes are found by token ids, which embeddings do not contain",
     "assistant_model": _GOES_BACK,
     "assistant_tokenizer": _GOES_BACK,
     "assistant_early_exit": _GOES_BACK,
@@ -326,8 +326,8 @@ def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
     kept = arguments.get("logits_to_keep")
     if kept is not None and not isinstance(kept, int):
         raise InvalidArgumentError(
-            f"logits_to_keep must be an int with a prefix cache, got {type(kept).__name__}: what "
-            "positions it names depends on how much of the prompt is computed"
+            f"logits_to_keep must be an int with a prefix cache, got {type(kept).__name__}: its "
+            "positions would depend on how much of the prompt is computed"
         )
 
 

@@ -392,9 +392,9 @@ class PrefixCache:
         if generation.bypass == "hidden tokens":
             self._count_bypass(
                 generation.bypass,
-                "without attention_mask, generate hides the pad token "
-                f"({served.pad_token_id}) also inside of prompts, which token ids do not tell; "
-                "pass attention_mask, of ones where it counts as a token",
+                "without attention_mask, generate also hides tokens inside of prompts that equal "
+                f"the pad token ({served.pad_token_id}); pass attention_mask, with ones for tokens "
+                "that count",
             )
         elif generation.bypass:
             self._count_foreign()
@@ -941,8 +941,8 @@ class PrefixCache:
             kind, place = foreign
             self._count_bypass(
                 kind,
-                f"the model has code that is not its libraries' ({place}), of which "
-                "results may depend on anything; pass variant=, a name for what the code does",
+                f"the model has code from outside its libraries ({place}), which may change any "
+                "result; pass variant=, a name for the behaviour of this code",
             )
         return foreign is not None
 

@@ -225,7 +225,7 @@ class PrefixStore(CacheMemory):
         references = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = (np.count_nonzero(references), self.slots.num_reserved_slots)
         if any(held):
-            raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
+            raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held without an owner")
 
 
 class SequenceRecord:

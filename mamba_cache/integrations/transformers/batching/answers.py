@@ -1,4 +1,4 @@
-"""How answers are made: their settings, the requests for them, and the choice of next tokens."""
+"""Answers of a batch: their settings, their requests, and the choice of their tokens."""
 
 from __future__ import annotations
 

@@ -762,7 +762,7 @@ class Batcher:
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(
                 "the model was changed while generate_batch ran, by a streamer or a processor: "
-                "call reset(), for what is cached may come from both models"
+                "call reset(), because cached prefixes may come from both models"
             )
         return over
 
@@ -826,8 +826,8 @@ class Batcher:
         typical, rounding = (sorted(each)[len(each) // 2] for each in (errors, roundings))
         if not typical <= max(_TOLERANCES[is_single], min(3 * rounding, _MAX_TOLERANCE)):
             raise UnresumableModelError(
-                f"{name} computes something else for several requests at once than for each by "
-                f"itself: its logits are off by {typical:.1e} of their size; generate serves it"
+                f"{name} computes something else for several requests at once than for each alone: "
+                f"the relative error of its logits is {typical:.1e}; generate serves it"
             )
 
     def _draw(self, lengths: Sequence[int]) -> list[list[int]]:

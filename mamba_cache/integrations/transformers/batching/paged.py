@@ -160,8 +160,8 @@ class PagedAttention:
             asked.append(f"queries [tokens, size of a head] {[*query.shape[2:]]}")
         if asked:
             raise InvalidArgumentError(
-                f"generate_batch cannot serve this model: its attention asks for {asked}, and the "
-                "one that reads KV blocks has no such thing; generate serves it"
+                f"generate_batch cannot serve this model: its attention needs {asked}, which "
+                "attention over KV blocks does not support; generate serves it"
             )
         scaling = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
