@@ -1,4 +1,4 @@
-"""The inference context: what an engine embeds."""
+"""The inference context, which an engine embeds."""
 
 from mamba_cache.cache.sequence import MissReason, PrefixMatch, Request
 from mamba_cache.context.context import DynamicInferenceContext

@@ -1,4 +1,4 @@
-"""States: what they are made of, the tensors that hold them, and how they are moved."""
+"""States: their specs, the tensors that hold them, and the kernels that copy them."""
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states.copier import RowIndices, StateCopier

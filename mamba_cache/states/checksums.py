@@ -1,4 +1,4 @@
-"""Checksums of many tensors: whether any of them has changed."""
+"""Checksums of many tensors, to detect changes, and checksums of entries."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["CHUNK_BYTES", "EntryChecksums", "TensorChecksums", "bytes_of"]
 _KERNELS = "mamba_cache.states.kernels.checksum"
 
 _PROGRAMS_PER_SM = 4
-"""Enough to read at the speed of memory, and few enough that small kernels run beside them."""
+"""Enough to read at the speed of memory, and few enough that small kernels run at the same time."""
 
 
 class TensorChecksums:
-    """Remembers what tensors on one device hold, to the bit, and tells whether they still do.
+    """Detects changes of any bit in tensors on one device.
 
-    On a GPU ``start`` enqueues one launch over all tensors behind what the current stream has to do
-    and returns; ``is_unchanged`` waits for that launch, and the current stream does not.
+    On a GPU ``start`` enqueues one launch over all tensors, after the work of the current stream.
+    ``is_unchanged`` waits for that launch; neither ``start`` nor the current stream does.
     """
 
     @outside_inference_mode
@@ -34,13 +34,13 @@ class TensorChecksums:
         devices = sorted({str(tensor.device) for tensor in tensors})
         if len(devices) != 1:
             raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
-        self.device = tensors[0].device  # where the tensors are
+        self.device = tensors[0].device
         try:
             kernels = kernels_for(backend, self.device, kernels=_KERNELS, twins=checksum_torch)
-        except MissingExtraError:  # slower, and the same sums
+        except MissingExtraError:  # the twin is slower, but gives the same sums
             kernels = checksum_torch
         self._kernel = kernels.checksum
-        # A tensor with gaps between its elements is copied together before each measurement.
+        # A tensor with gaps between its elements is copied to one without before each measurement.
         self._gapped = [
             (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
             for tensor in tensors
@@ -48,10 +48,10 @@ class TensorChecksums:
         ]
         copies = iter(self._gapped)
         parts = [bytes_of(next(copies)[1] if _span(t) is None else t)[None] for t in tensors]
-        # The first chunks of all come before all others.
+        # The first chunk of each tensor comes before all other chunks.
         heads = [part[:, :CHUNK_BYTES] for part in parts]
         self._plan = plan_checksums(heads + [part[:, CHUNK_BYTES:] for part in parts])
-        # As expected; the twin writes to memory of the host.
+        # The expected sums; the twin writes them to host memory.
         place = torch.device("cpu") if kernels is checksum_torch else self.device
         self._sums = torch.zeros(self._plan.num_chunks, dtype=torch.int64, device=place)
         self._entry = torch.tensor([[0, self._sums.data_ptr()]], device=self.device)
@@ -67,7 +67,7 @@ class TensorChecksums:
             self._programs = _PROGRAMS_PER_SM * _num_sms(self.device)
 
     def measure(self) -> list[bytes]:
-        """Return the checksum of each tensor now, which are expected from then on. It waits."""
+        """Return the checksum of each tensor, and expect these sums from now on; wait for them."""
         if self._done is not None:
             self._done.synchronize()
         self._measure(None)
@@ -76,11 +76,11 @@ class TensorChecksums:
         return [torch.cat(pair).numpy().tobytes() for pair in pairs]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
-        """Begin to compare the tensors with what is expected."""
+        """Begin to compare the tensors with the expected sums."""
         if self._done is None:
             self._measure(self._changed, stride, phase)
             return
-        # On a stream of its own: what the caller waits for next need not wait for this as well.
+        # On its own stream, so that later work of the current stream does not wait for it.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._measure(self._changed, stride, phase)
@@ -97,7 +97,7 @@ class TensorChecksums:
         self._kernel(plan, self._entry, changed, slice(0, 1), heads, others, self._programs)
 
     def is_unchanged(self) -> bool:
-        """Say whether all that ``start`` compared was as expected. It waits for that."""
+        """Return whether all sums that ``start`` compared were as expected; wait for the result."""
         if self._done is not None:
             self._done.synchronize()
         return not self._verdict.item()
@@ -108,7 +108,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype."""
+    """Return the memory of a tensor of any dtype without gaps, as a view [bytes] uint8."""
     try:
         span, storage = _span(tensor), tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
@@ -121,7 +121,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Count the elements from a tensor's first to its last, None if some between are not its."""
+    """Return the number of elements from a tensor's first to its last; None if there are gaps."""
     sizes_and_strides = [
         (size, stride)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -133,11 +133,11 @@ def _span(tensor: torch.Tensor) -> int | None:
 
 
 class EntryChecksums:
-    """Checksums of entries that lie spread over tensors on one device, kept in rows of host memory.
+    """Checksums of entries in tensors on one device, stored in the entries' rows in host memory.
 
-    An entry is one row of each tensor, over all its layers: a slot, or a KV block. Its checksums
-    are one for each 64 KiB of each layer of each tensor, in that order, and stand in its row. On a
-    GPU each call enqueues one launch on the current stream, and nothing waits.
+    An entry is one row of each tensor, over all layers: a slot, or a KV block. It has one checksum
+    for each 64 KiB of each layer of each tensor, in that order. On a GPU each call enqueues one
+    launch on the current stream, and does not wait.
     """
 
     @outside_inference_mode
@@ -157,11 +157,11 @@ class EntryChecksums:
             programs = _num_sms(device)
         self._programs = programs or 1
         self._kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
-        self.num_sums = self._plan.num_chunks  # of one entry
+        self.num_sums = self._plan.num_chunks  # for one entry
 
     @staticmethod
     def count(tensors: Sequence[torch.Tensor]) -> int:
-        """Return how many checksums an entry of such tensors has."""
+        """Return the number of checksums of one entry of these tensors."""
         sizes = [(len(x), math.prod(x.shape[2:]) * x.element_size()) for x in tensors]
         return sum(layers * -(-size // CHUNK_BYTES) for layers, size in sizes)
 
@@ -172,9 +172,9 @@ class EntryChecksums:
         chunks: slice,
         changed: torch.Tensor | None = None,
     ) -> None:
-        """Write the checksums of a part of some entries to their rows.
+        """Write checksums of some ``chunks`` of the entries ``which`` to their rows.
 
-        With ``changed`` compare them with those there, and write 1 for each entry that differs.
+        With ``changed`` compare them with the stored sums, and write 1 for each entry that differs.
         """
         others = range(chunks.start, chunks.stop)
         self._kernels.checksum(self._plan, entries, changed, which, 0, others, self._programs)
@@ -182,6 +182,6 @@ class EntryChecksums:
     def fetch(self, entries: torch.Tensor, sums: torch.Tensor, which: slice) -> None:
         """Copy the checksums of entries from their rows, all at once.
 
-        A comparison reads them one at a time, and would wait for the link at each.
+        A comparison would read one sum at a time, and wait for the link each time.
         """
         self._kernels.fetch_checksums(self._plan, entries, sums, which)

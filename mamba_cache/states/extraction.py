@@ -1,4 +1,4 @@
-"""Saving the states at checkpoints inside prefill chunks, straight into their reserved slots."""
+"""Extraction: saves states at checkpoints inside prefill chunks straight to reserved slots."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CHECKPOINT_FIELDS = (
     "checkpoint_rows",
     "checkpoint_slots",
 )
-"""The fields of ``StepMetadata`` that say what to extract, in the order that kernels take them."""
+"""The fields of ``StepMetadata`` for extraction, in the order of the kernels' arguments."""
 
 _KERNELS = "mamba_cache.states.kernels.extract"
-# States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
+# States are copied as integers: some float16 copies change the bits of a signalling NaN.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,39 +37,39 @@ def plan_extraction(
     slot_scales: torch.Tensor | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
-    """Return what writes one layer's states at checkpoints into ``slot_conv`` and ``slot_ssm``.
+    """Return a call that writes one layer's states at checkpoints to its slots.
 
-    So a layer of several tensors has all of them checked before the first is written: plan once for
-    each pair. The call is one launch without scratch memory; call it before the layer overwrites
-    its live conv state. Nothing waits for the device, and rows on it are not checked.
+    The tensors are checked here, before any write: plan all pairs of a layer, then make the calls.
+    A call is one launch without scratch memory. Make it before the layer overwrites its live conv
+    state. It does not wait for the device, and does not check rows on it.
 
-    Slots and live states are those of pools of one spec. What a layer hands over is checked against
-    them. A layer without a window leaves out ``slot_conv``, ``live_conv`` and ``conv_input``
-    (None), and one without another state ``slot_ssm`` and ``chunk_states``.
+    Slots and live states are from pools of one spec; the layer's tensors are checked against them.
+    A layer without a window passes None for ``slot_conv``, ``live_conv`` and ``conv_input``; a
+    layer without another state passes None for ``slot_ssm`` and ``chunk_states``.
 
     Args:
-        slot_conv: [slots, conv_dim, W], written. Slots at any distance. [slots, conv_dim] for a
+        slot_conv: [slots, conv_dim, W], any stride of slots; written. [slots, conv_dim] for a
             window of one input, such as a token shift.
-        slot_ssm: [slots, *state], written; [slots, heads, head_dim, state_dim] int8 for quantised
-            slots. Slots at any distance.
-        live_conv: [rows, conv_dim, W], or [rows, conv_dim] likewise. The last W inputs of each
-            request before this step's chunk, newest last. Rows at any distance.
-        chunk_states: [num_chunks, *state]. State at each chunk's end. Chunks at any distance.
+        slot_ssm: [slots, *state], any stride of slots; written. For quantised slots
+            [slots, heads, head_dim, state_dim] int8.
+        live_conv: [rows, conv_dim, W], or [rows, conv_dim] like ``slot_conv``, any stride of rows.
+            The last W inputs of each request before this step's chunk, newest last.
+        chunk_states: [num_chunks, *state], any stride of chunks. State at each chunk's end.
         conv_input: [num_prefill_tokens, conv_dim], any strides. The convolution's inputs, packed.
-        fields: Those of ``CHECKPOINT_FIELDS``, each [n] int32 or int64, contiguous: the chunk at
-            whose end the state is saved, the packed token after the checkpoint, the request's first
-            packed token, its row in ``live_conv``, and the reserved slot, each listed once. They
-            are not checked. An entry of slot ``PAD_SLOT_ID`` writes nothing, but takes time, so
-            slice the fields where their number is known; in a captured CUDA graph padding is cheap.
-        slot_scales: For quantised slots: [slots, heads, state_dim] float32, written. Slots at any
-            distance.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+        fields: The fields ``CHECKPOINT_FIELDS``, each [n] int32 or int64, contiguous, not checked:
+            the chunk at whose end the state is saved, the packed token after the checkpoint, the
+            request's first packed token, its row in ``live_conv``, and the reserved slot, each slot
+            once. Entries with slot ``PAD_SLOT_ID`` are skipped. They take time, if little in a
+            captured CUDA graph, so slice the fields if the number of checkpoints is known.
+        slot_scales: For quantised slots: [slots, heads, state_dim] float32, any stride of slots;
+            written.
+        backend: "torch", "triton", or "auto": the kernel on CUDA, PyTorch elsewhere.
 
     Raises:
         InvalidArgumentError: ``chunk_states`` or ``conv_input`` do not fit, or the backend is
-            unknown or not for their device. Without ``slot_scales`` a state is never converted:
-            rounded, it would be another state.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
+            unknown or not for their device. Without ``slot_scales`` dtypes must be equal:
+            conversion would round the state.
+        MissingExtraError: The backend is "triton" and Triton is not installed.
     """
     if conv_input is not None and slot_conv is not None and live_conv is not None:
         if slot_conv.dim() == 2:
@@ -79,7 +79,7 @@ def plan_extraction(
     if chunk_states is not None and slot_ssm is not None:
         like = slot_ssm if slot_scales is None else chunk_states
         _check_handed_over("chunk_states", chunk_states, like, slot_ssm.shape[1:])
-        # In every layer of every step: most are contiguous altogether, which costs less to see.
+        # Checked in every layer of every step: most are contiguous, which is the faster check.
         if not chunk_states.is_contiguous() and not chunk_states[0].is_contiguous():
             raise InvalidArgumentError(
                 "chunk_states must have contiguous inner axes, got strides "
@@ -99,7 +99,7 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def _check_handed_over(
     name: str, tensor: torch.Tensor, like: torch.Tensor, shape: torch.Size
 ) -> None:
-    """Check what a layer hands over against its slots."""
+    """Check a layer's tensor against its slots."""
     is_like = tensor.dtype == like.dtype and tensor.device == like.device
     if not is_like or tensor.shape[1:] != shape:
         raise InvalidArgumentError(

@@ -1,6 +1,6 @@
 """Kernels that move states, each beside its PyTorch twin, and the choice between the two.
 
-The kernels need Triton, so none is imported here.
+The kernels need Triton, so no kernel is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 __all__ = ["CopyBackend", "kernels_for"]
 
 CopyBackend = Literal["auto", "torch", "triton"]
-"""What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
+"""The implementation of copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
 
 
 def kernels_for(
@@ -26,15 +26,15 @@ def kernels_for(
     """Return the module whose functions work on ``device``.
 
     Args:
-        backend: The requested one.
-        device: Where the tensors are.
-        kernels: The module of Triton kernels and their launchers, imported if it is chosen: it
-            needs Triton.
-        twins: The module of their twins, which has functions of the same names.
+        backend: The requested backend.
+        device: Device of the tensors.
+        kernels: Name of the module of Triton kernels and their launchers; it is imported only if it
+            is chosen.
+        twins: The module of the PyTorch twins, with functions of the same names.
 
     Raises:
         InvalidArgumentError: The backend is unknown, or not for the device.
-        MissingExtraError: The kernels are asked for and Triton is not installed.
+        MissingExtraError: The kernels are chosen and Triton is not installed.
     """
     if backend not in ("auto", "torch", "triton"):
         raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")

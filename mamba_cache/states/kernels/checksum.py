@@ -1,4 +1,4 @@
-"""Checksums of tensors, and of entries where they lie, as one Triton kernel."""
+"""Checksums of tensors and of entries, without copies, as one Triton kernel."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -21,14 +21,14 @@ from mamba_cache.states.kernels.checksum_torch import (
 
 __all__ = ["NUM_WARPS", "checksum", "fetch_checksums"]
 
-NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
+NUM_WARPS = 4  # two 16-byte loads for each thread and round, as in the copy of states
 _LANES = tl.constexpr(LANES)
 _ROUND_BYTES = tl.constexpr(ROUND_BYTES)
 _UNROLLED_ROUNDS = tl.constexpr(UNROLLED_ROUNDS)
 _SEED = tl.constexpr(SEED)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 _WIDE_BYTES = tl.constexpr(16)
-_FETCHED_SUMS = 1024  # by one program: as many reads of host memory as may be at once
+_FETCHED_SUMS = 1024  # for one program: the number of reads of host memory in flight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,8 +139,8 @@ def checksum(
 ) -> None:
     """Do what the twin does, without waiting for the device.
 
-    Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
-    about 2**-64. Which word stands where matters, and where the tensor lies does not.
+    Any change of one word changes the sum of its chunk; other changes are missed with a probability
+    of about 2**-64. The sum depends on the order of words, but not on the tensor's address.
     """
     num_chunks = num_heads + len(others)
     num_work = (which.stop - which.start) * num_chunks
@@ -184,7 +184,7 @@ _launch_fetch = Launcher(_fetch_kernel)
 def fetch_checksums(
     plan: ChecksumPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
 ) -> None:
-    """Copy checksums of entries from their rows. It does not wait."""
+    """Copy checksums of entries from their rows, without waiting."""
     num_entries, num_sums = sums.shape
     if not sums.numel():
         return

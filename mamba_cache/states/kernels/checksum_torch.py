@@ -1,4 +1,4 @@
-"""Checksums of tensors and entries: where they read, and the kernel of ``checksum`` in numpy."""
+"""Checksums of tensors and entries: their plan, and the kernel of ``checksum`` in numpy."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ __all__ = [
 ]
 
 LANES = 512
-"""Words of 8 bytes that one round reads. Each lane mixes its words in order into 64 bits."""
+"""Number of 8-byte words that one round reads. Each lane mixes its words in order into 64 bits."""
 
 UNROLLED_ROUNDS = 4
-"""Rounds come in groups of so many, so that their loads are in flight together."""
+"""Number of rounds in a group, whose loads are in flight together."""
 
 ROUND_BYTES = 8 * LANES
 CHUNK_BYTES = 16 * ROUND_BYTES
 
 SEED = 0x1E3779B97F4A7C15
-"""Lane i begins with (i + 1) times this."""
+"""Lane i begins with (i + 1) * SEED."""
 
 MULTIPLIER = 0x2545F4914F6CDD1D
-"""Odd, so that multiplying by it modulo 2**64 loses nothing."""
+"""Odd, so that multiplying by it modulo 2**64 loses no information."""
 
 _WIDE_BYTES = 16
 _CHUNKS_AT_ONCE = 16
-"""What one operation reads and writes should fit into a core's cache."""
+"""Number of chunks whose operands fit into a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChecksumPlan:
-    """Where the chunks of an entry lie: one place of each of its parts.
+    """The chunks of entries; an entry is the same place of each part.
 
-    A chunk is ``CHUNK_BYTES`` of one part counted from its start, or what is left at its end. The
-    table holds addresses, so the plan keeps the parts alive.
+    A chunk is ``CHUNK_BYTES`` of one part, or the rest at the part's end. The table has addresses,
+    so the plan keeps the parts alive.
     """
 
     parts: tuple[torch.Tensor, ...]  # [places, bytes] uint8 each, all on one device
-    chunks: torch.Tensor  # [chunks, 4] int64: address, distance of places, bytes, is wide
-    bounds: tuple[int, ...]  # the number of each part's first chunk, then how many there are
-    sums_start: int  # where the checksums begin in an entry's row
+    chunks: torch.Tensor  # [chunks, 4] int64: address, stride of places, bytes, is wide
+    bounds: tuple[int, ...]  # number of each part's first chunk, then the number of all chunks
+    sums_start: int  # offset of the checksums in an entry's row
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of an entry."""
+        """Number of chunks of an entry."""
         return self.chunks.shape[0]
 
 
 def plan_checksums(parts: Sequence[torch.Tensor], *, sums_start: int = 0) -> ChecksumPlan:
-    """Plan checksums of parts, whose chunks follow each other part by part."""
+    """Return the plan of checksums of parts, with their chunks part by part."""
     device = parts[0].device if parts else torch.device("cpu")
     tables = [np.empty((0, 4), dtype=np.int64)]
     for part in parts:
@@ -92,11 +92,11 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
     others: range,
     programs: int,
 ) -> None:
-    """Write checksums of entries to their rows, or with ``changed`` compare with those there.
+    """Write checksums of entries to their rows, or with ``changed`` compare with the stored ones.
 
-    Of each of ``entries[which]`` (its place in the parts, and the address of its row) the chunks
-    are the first ``num_heads`` and ``others``. ``programs`` is without meaning here. What is on a
-    GPU is brought to the host, where the rows are.
+    Each of ``entries[which]`` is a place in the parts and the address of a row on the host. The
+    chunks are the first ``num_heads`` and ``others``. ``programs`` is not used here. Parts on a GPU
+    are copied to the host.
     """
     numbers = [*range(num_heads), *others]
     for entry in range(which.start, which.stop):
@@ -111,7 +111,7 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
 
 def _sums_of(plan: ChecksumPlan, place: int, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the checksums of some chunks of one entry."""
-    # Where in the result, and the bytes, by the rounds that they take.
+    # By number of rounds: index in the result, and bytes, of each chunk.
     by_rounds: dict[int, list[tuple[int, npt.NDArray[np.uint8]]]] = defaultdict(list)
     for index, number in enumerate(numbers):
         part = bisect_right(plan.bounds, number) - 1
@@ -132,7 +132,7 @@ def _sums_of(plan: ChecksumPlan, place: int, numbers: Sequence[int]) -> npt.NDAr
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Measure chunks, [chunks, rounds, LANES]."""
+    """Return the checksums of chunks [chunks, rounds, LANES]."""
     seed, multiplier = np.uint64(SEED), np.uint64(MULTIPLIER)
     lanes = np.repeat((np.arange(1, LANES + 1, dtype=np.uint64) * seed)[None], len(words), axis=0)
     high = np.empty_like(lanes)
@@ -157,6 +157,6 @@ def fetch_checksums(
 
 
 def _memory(address: int, num_bytes: int) -> torch.Tensor:
-    """Return host memory, [num_bytes] uint8."""
+    """Return a view of host memory, [num_bytes] uint8."""
     content = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(content))

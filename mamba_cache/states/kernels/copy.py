@@ -1,6 +1,6 @@
 """The batched state copy as one Triton kernel: all pairs, layers and tensors in one launch.
 
-Tiles of states that are quantised change their dtype on the way; all else is copied as it is.
+Tiles of quantised states change their dtype in the copy; all other tensors are copied unchanged.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -37,20 +37,20 @@ from mamba_cache.states.kernels.twins import Pairs, Quantized, RowCopy, as_bytes
 
 __all__ = ["WORDS", "copy_states"]
 
-# 128 threads with two 16-byte loads each, 4 KiB a program, measured on one NVIDIA H200 against a
-# flat copy of as many bytes (24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]; time ratio):
+# 128 threads with two 16-byte loads each, 4 KiB a program. Time ratio to a flat copy of equally
+# many bytes on one NVIDIA H200 (24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]):
 #                          fp32 SSM, 1, 4, 16 slots    bf16 SSM, 1, 4, 16 slots
 #   4 KiB, 4 warps         1.04  1.02  1.02            1.07  1.04  1.03
 #   2 KiB, 2 warps         1.04  1.02  1.02            1.08  1.04  1.03
 #   8 KiB, 8 warps         1.06  1.04  1.04            1.07  1.06  1.06
 #   16 KiB, 4 warps        1.10  1.09                  1.12  1.09
 #   persistent, 4 KiB      1.06  1.06  1.07            1.08  1.06  1.08
-# The hardware starts programs in order, so small ones keep what is in flight close together in
-# memory; docs/how-to/kernels.md has the rest of the search.
+# The hardware starts programs in order, so the accesses of small programs in flight are close
+# together in memory. docs/how-to/kernels.md has the other measurements.
 _COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 _PAIRS_IN_GRAPH = 64
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""Types of words by their bytes."""
+"""Types of words by their size in bytes."""
 
 _WIDEST_WORD_BYTES = 8
 _MAX_TILES_PER_CHUNK = 16
@@ -79,8 +79,8 @@ def _copy_tile(  # type: ignore[no-untyped-def]
         tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
 
 
-# Rows come at any address and in any number: one compiled kernel must do for all of them. The
-# table of chunks is always aligned, and codes are as is said.
+# One compiled kernel must work for any address and number of rows. The table of chunks is always
+# aligned; the alignment of codes is a constant of the kernel.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "source_rows", "destination_rows", "num_pairs", "num_wide",
@@ -135,16 +135,16 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def _plan_chunks(pairs: Pairs) -> tuple[np.ndarray, int, int, int]:
-    """Return the table that the kernel finds tensors by, and what is in it.
+    """Return the kernel's table of chunks, and its properties.
 
-    A *segment* is one layer of one pair of tensors. One row of it is cut into *chunks*, and the
-    kernel cuts these into tiles. A segment is *wide* if all its addresses, distances and sizes are
+    A *segment* is one layer of one pair of tensors. A row of a segment is cut into *chunks*, which
+    the kernel cuts into tiles. A segment is *wide* if all its addresses, strides and sizes are
     multiples of ``WIDE_BYTES``. The table does not keep the tensors alive.
 
     Returns:
-        [chunks, 5] int64: addresses of source and destination, their row strides, and words; wide
-        chunks come first. How many are wide; bytes of the others' words, 1, 2, 4 or 8; tiles of the
-        largest chunk, a power of two.
+        [chunks, 5] int64: addresses of source and destination, their row strides, number of words;
+        wide chunks come first. The number of wide chunks. Bytes of a word in other chunks: 1, 2, 4
+        or 8. The number of tiles of the largest chunk, a power of two.
     """
     segments = [
         (
@@ -161,13 +161,13 @@ def _plan_chunks(pairs: Pairs) -> tuple[np.ndarray, int, int, int]:
     narrow = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) < WIDE_BYTES]
     narrow_bytes = math.gcd(_WIDEST_WORD_BYTES, *(value for segment in narrow for value in segment))
     kinds = ((wide, _WIDEST_WORD_BYTES), (narrow, narrow_bytes))
-    most_words = max((size // word for those, word in kinds for *_, size in those), default=0)
-    most_tiles = triton.next_power_of_2(max(triton.cdiv(most_words, _TILE_WORDS.value), 1))
-    tiles_per_chunk = min(_MAX_TILES_PER_CHUNK, most_tiles)
+    max_words = max((size // word for group, word in kinds for *_, size in group), default=0)
+    max_tiles = triton.next_power_of_2(max(triton.cdiv(max_words, _TILE_WORDS.value), 1))
+    tiles_per_chunk = min(_MAX_TILES_PER_CHUNK, max_tiles)
     chunk_words = tiles_per_chunk * _TILE_WORDS.value
     tables = [np.empty((0, 5), dtype=np.int64)]
-    for those, word_bytes in kinds:
-        for source, destination, source_stride, destination_stride, size in those:
+    for group, word_bytes in kinds:
+        for source, destination, source_stride, destination_stride, size in group:
             first_bytes = np.arange(0, size, chunk_words * word_bytes, dtype=np.int64)
             table = np.empty((len(first_bytes), 5), dtype=np.int64)
             table[:, 0] = source + first_bytes

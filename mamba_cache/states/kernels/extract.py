@@ -1,6 +1,6 @@
 """Checkpoint states of one layer as one Triton kernel: SSM states and conv windows together.
 
-Either may be absent. Into quantised slots the states change their dtype on the way.
+Either may be absent. States for quantised slots change their dtype in the copy.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -30,8 +30,8 @@ from mamba_cache.states.kernels.quantize import (
 
 __all__ = ["extract_states"]
 
-# As for whole states, small programs come closest to a flat copy (one NVIDIA H200, 64 checkpoints
-# of a conv window [10240, 4] bf16 and an SSM state [128, 64, 128]; share of its GB/s):
+# As for whole states, small programs come closest to a flat copy. Share of its GB/s (one NVIDIA
+# H200, 64 checkpoints of a conv window [10240, 4] bf16 and an SSM state [128, 64, 128]):
 #                                 fp32 SSM    bf16 SSM
 #   4 KiB, 4 warps                0.98        0.96
 #   the same, 32 in one walk      0.90        0.86       7 us and 5 us if all 192 are padding
@@ -80,7 +80,7 @@ def _write_window_tile(  # type: ignore[no-untyped-def]
     tl.store(slot_window + channels * WIDTH + columns, tl.where(is_new, new, old), mask=mask)
 
 
-# Slices of the fields come in any number and at any address, and slots are aligned as is said.
+# Fields have any length and address; the alignment of slots is a constant of the kernel.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "slot_ssm", "chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries",
@@ -180,7 +180,7 @@ def extract_states(
     """
     if not len(slots):
         return
-    # Tiles of one state; HEAD_DIM, STATE_DIM, ROWS and COLUMNS of each.
+    # Number of tiles of one state; HEAD_DIM, STATE_DIM, ROWS and COLUMNS.
     num_tiles, tile_sizes = 0, (1, 1, 1, 1)
     widest, options = WIDE_BYTES, _COPY_OPTIONS
     if chunk_states is not None and slot_scales is None:

@@ -1,4 +1,4 @@
-"""Tiles of states that change their dtype on the way to an int8 slot, or back, in Triton."""
+"""Triton functions that quantise a tile of a state to int8, and that restore one."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -29,32 +29,32 @@ __all__ = [
     "stored_tile_sizes",
 ]
 
-# A store finds the largest magnitude of each column. One warp does so without waiting for others,
-# and with few columns a thread it has few scales to work out. Share of a flat copy's GB/s (one
-# NVIDIA H200, 16 slots of 24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]):
+# A store finds the largest magnitude of each column. A single warp need not wait for other warps,
+# and with few columns a thread computes few scales. Share of a flat copy's GB/s (one NVIDIA H200,
+# 16 slots of 24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]):
 #                                        fp32    bf16
 #   2048 elements, 1 warp,  8 codes      0.99    0.85
 #   2048 elements, 1 warp,  4 codes      0.99    0.87
 #   4096 elements, 1 warp,  8 codes      0.99    0.79
 #   1024 elements, 1 warp,  8 codes      0.59    0.45
-# Two and four warps that share columns wait for each other. A restore has 0.92 to 0.93 with
-# any number of warps up to four.
+# Two or four warps that share columns wait for each other. A restore has a share of 0.92 to 0.93
+# with any number of warps up to four.
 _STORED_ELEMENTS = 2048
 _RESTORED_ELEMENTS = 4096
 _MAX_RESTORED_COLUMNS = 128
 
 STORED_CODES = 8
-"""Codes that a thread writes at a time, where they are aligned for it."""
+"""Number of codes that a thread writes at a time, if their alignment allows it."""
 
 RESTORED_CODES = 16
-"""Codes that a thread reads at a time."""
+"""Number of codes that a thread reads at a time."""
 
-# The twin rounds after every operation.
+# No fusion: the twin rounds after every operation.
 STORE_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
-"""How to compile a kernel that quantises."""
+"""Compile options of a kernel that quantises."""
 
 RESTORE_OPTIONS: dict[str, Any] = {"num_warps": 2, "enable_fp_fusion": False}
-"""How to compile a kernel that restores."""
+"""Compile options of a kernel that restores."""
 
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 _ONE_OVER_LARGEST_CODE = tl.constexpr(ONE_OVER_LARGEST_CODE)
@@ -62,8 +62,8 @@ _MAGNITUDE_MASK = tl.constexpr(MAGNITUDE_MASK)
 _INFINITY_BITS = tl.constexpr(INFINITY_BITS)
 _MIN_MAGNITUDE_BITS = tl.constexpr(LEAST_MAGNITUDE_BITS)
 _NAN_BITS = tl.constexpr(0x7FC00000)
-# Added to a code that is not rounded yet, it leaves a float32 whose last bits are the code, rounded
-# to nearest, halves to even: no conversion, of which a GPU makes few at a time.
+# Adding it to an unrounded code gives a float32 whose last bits are the code, rounded to nearest,
+# halves to even. So no conversion is needed, of which a GPU makes few at a time.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
@@ -122,13 +122,13 @@ def dequantize_tile(  # type: ignore[no-untyped-def]
 
 
 def stored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
-    """Return rows and columns of tiles that are quantised: a scale needs whole columns."""
+    """Return rows and columns of a tile to quantise: a scale needs whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     return rows, min(columns, max(1, _STORED_ELEMENTS // rows))
 
 
 def restored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
-    """Return the same of tiles that are restored, which need no whole columns, only long rows."""
+    """Return rows and columns of a tile to restore: long rows, but no whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     columns = min(columns, _MAX_RESTORED_COLUMNS)
     return min(rows, _RESTORED_ELEMENTS // columns), columns

@@ -1,4 +1,4 @@
-"""Copies, extractions and quantised states in PyTorch: what kernels must equal, bit for bit."""
+"""Copies, extractions and quantised states in PyTorch: the reference of the kernels, to the bit."""
 
 # The launchers of the kernels take the same arguments in the same order.
 # ruff: noqa: PLR0917
@@ -32,22 +32,22 @@ LARGEST_CODE = 127.0
 """The code of a column's largest magnitude; -128 is not used, so that codes are symmetric."""
 
 ONE_OVER_LARGEST_CODE = 1 / LARGEST_CODE
-"""Scales are multiplied by it, in float32: a division takes ten times as long."""
+"""Factor of scales, in float32: a division would take ten times as long."""
 
 # Magnitudes are compared as the bits of float32, where NaN is above infinity: one integer maximum
-# finds the largest of a column and whether all are finite.
+# finds a column's largest magnitude, and whether all its values are finite.
 MAGNITUDE_MASK = 0x7FFFFFFF
-"""All bits of a float32 but its sign."""
+"""All bits of a float32 except the sign."""
 
 INFINITY_BITS = 0x7F800000
-"""An infinite float32; the magnitudes of NaNs are above it."""
+"""Bits of an infinite float32; the bits of NaNs are above."""
 
 LEAST_MAGNITUDE_BITS = (127 - 100) << 23
-"""2**-100, for which columns that stay below are taken: scales, and one over them, stay normal."""
+"""Bits of 2**-100, the minimum of a column's largest magnitude: 1 / scale stays a normal number."""
 
 
 def quantize_states(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise states as they are stored in slots, as ``SlotQuantization`` describes.
+    """Quantise states as ``SlotQuantization`` describes.
 
     Args:
         states: [..., heads, head_dim, state_dim], floating-point.
@@ -61,7 +61,7 @@ def quantize_states(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_finite = largest_bits < INFINITY_BITS
     largest = largest_bits.view(torch.float32)
     scales = torch.where(is_finite, largest * ONE_OVER_LARGEST_CODE, torch.nan)
-    # By a tensor: a number PyTorch may divide by another way.
+    # A tensor of 127s: PyTorch may divide a plain number in a different way.
     exact = values * (torch.full_like(largest, LARGEST_CODE) / largest)
     return torch.where(is_finite, exact.round(), 0).to(torch.int8), scales.squeeze(-2)
 
@@ -69,46 +69,46 @@ def quantize_states(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize_states(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Turn codes back into states of ``dtype``, as they are restored: code times scale.
+    """Return the states of codes and scales: code * scale, in ``dtype``.
 
     Args:
         codes: [..., heads, head_dim, state_dim] int8.
         scales: [..., heads, state_dim] float32.
-        dtype: Of the live states.
+        dtype: Dtype of the live states.
     """
     return (codes.float() * scales.unsqueeze(-2)).to(dtype)
 
 
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors to copy from and to, [num_layers, rows, *inner]."""
+"""Pairs of source and destination, each [num_layers, rows, *inner]."""
 
 RowCopy: TypeAlias = Callable[[Any, Any, int], None]
-"""Copies n rows, given the sources, the destinations, and n.
+"""Copies n rows, given source rows, destination rows, and n.
 
-Rows are [at least n] int32 or int64, contiguous, on the device of what is copied. The kernels'
-twins also take lists of n ints.
+Rows are [at least n] int32 or int64, contiguous, on the tensors' device. The twins also take lists
+of n ints.
 """
 
 Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
-"""States, their codes and scales, and whether the states are stored so, or restored from them."""
+"""States, codes, scales, and whether states are quantised (True) or restored (False)."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [..., bytes] uint8 of a tensor's memory."""
+    """Return a view [..., bytes] uint8 of a tensor's memory."""
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 def copy_states(pairs: Pairs, quantized: Quantized | None, device: torch.device) -> RowCopy:
-    """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+    """Return a copy of whole rows, all layers of all tensors, as in ``StateCopier.copy``.
 
-    It waits for the device if the rows are on one, so it serves the CPU and as a reference.
+    The copy waits for the device if the rows are on one: it is for the CPU, and a reference.
     """
     tensors: list[tuple[Any, Any]] = [
         (as_bytes(source), as_bytes(destination))
         for source, destination in pairs
         if destination.numel()
     ]
-    if device.type == "cpu":  # numpy's calls cost a fourth
+    if device.type == "cpu":  # numpy's calls take a quarter of the time
         tensors = [(source.numpy(), destination.numpy()) for source, destination in tensors]
 
     def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
@@ -133,8 +133,8 @@ def _copy_quantized(quantized: Quantized, source: int, target: int) -> None:
 
 
 def _real_pairs(source_rows: Any, destination_rows: Any, num_pairs: int) -> list[tuple[int, int]]:
-    """Return the pairs of rows that are not to be skipped; it waits for rows on a device."""
-    if not isinstance(source_rows, list):  # and neither are the others
+    """Return the pairs of rows that are not padding; wait for rows on a device."""
+    if not isinstance(source_rows, list):  # destination_rows is no list either
         source_rows = source_rows[:num_pairs].tolist()
         destination_rows = destination_rows[:num_pairs].tolist()
     return [
@@ -159,8 +159,8 @@ def extract_states(
 ) -> None:
     """Write checked tensors as ``plan_extraction`` describes.
 
-    Slots without ``slot_scales`` are not quantised. It waits for fields on a device, so it serves
-    the CPU and as a reference.
+    Slots without ``slot_scales`` are not quantised. This waits for fields on a device: it is for
+    the CPU, and a reference.
     """
     real = (slots >= 0).nonzero()[:, 0]
     if not len(real):
@@ -183,9 +183,9 @@ def _conv_windows(
     starts: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Gather the last W inputs before each of ``ends``."""
+    """Return the last W inputs before each of ``ends``."""
     width = live_windows.shape[2]
-    # [n, W]: packed position of each input of the window, counted from the request's start.
+    # [n, W]: position of each input of the window, counted from the request's first packed token.
     positions = (ends - starts)[:, None] + torch.arange(-width, 0, device=ends.device)
     packed = (starts[:, None] + positions).clamp(0, len(conv_input) - 1)
     new = conv_input[packed].transpose(1, 2)
