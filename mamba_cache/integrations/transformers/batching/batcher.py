@@ -372,11 +372,11 @@ class Batcher:
         computed: Sequence[ComputedChunks],
     ) -> None:
         sampled = self._commit(step, np.array(tokens, dtype=np.int64), computed)
-        self._settle(self._take_all(len(step.decode_rows), sampled, tokens, firsts))
+        self._end_finished(self._take_all(len(step.decode_rows), sampled, tokens, firsts))
 
     def end_rows(self) -> None:
         """End the call; its cached prefixes stay findable."""
-        self._settle(self._rows)
+        self._end_finished(self._rows)
         self._rows = []
 
     @property
@@ -386,7 +386,7 @@ class Batcher:
 
     def begin(self) -> None:
         """Drop graphs if the weights have moved; to be called before the first step of a call."""
-        self._settle(self._take_late())  # of a last step whose requests had all ended
+        self._end_finished(self._collect_late())  # of a last step whose requests had all ended
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
@@ -424,21 +424,21 @@ class Batcher:
                     if rows <= self.context.max_requests and size <= longest:
                         for saves_states in (False, True):
                             for _ in range(_USES):
-                                self._compute_drawn([size] * rows, saves_states)
+                                self._compute_random([size] * rows, saves_states)
                     bar.update()
                 torch.cuda.synchronize(self.context.device)
         # Larger rectangles run eagerly: their kernels are compiled and tuned before the first call.
         size = min(_TUNED_TOKENS, longest)
         rows = min(self.context.max_requests, largest // size)
         for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
-            self._compute_drawn(lengths, saves_states=True)
+            self._compute_random(lengths, saves_states=True)
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
 
-    def _compute_drawn(  # pragma: no cover - tests/gpu run it
+    def _compute_random(  # pragma: no cover - tests/gpu run it
         self, lengths: Sequence[int], saves_states: bool
     ) -> None:
         """Compute random prompts of these lengths in one step; cache nothing."""
-        with suppress(CapacityError), self._unseen(self._draw(lengths), saves_states):
+        with suppress(CapacityError), self._temporary(self._random_prompts(lengths), saves_states):
             step = self.context.begin_step()
             self._forwards.prefill(step, self.chunk_tokens)
             self.context.commit_step([0] * len(lengths))
@@ -455,11 +455,11 @@ class Batcher:
 
         Return the requests that have finished.
         """
-        if self._late is not None and self._may_close_ranks():
-            return self._settle(self._take_late())
+        if self._late is not None and self._can_compact():
+            return self._end_finished(self._collect_late())
         step, over = self._begin_step()
         if step is None:
-            return over + self._settle(self._take_late())
+            return over + self._end_finished(self._collect_late())
         firsts: dict[Hashable, int] = {}
         try:
             computed, logits = self._compute(step)
@@ -474,8 +474,8 @@ class Batcher:
         except (ModelChangedError, PoisonedError):
             raise
         except Exception as error:
-            return over + self._settle(self._take_back(step, error))
-        ended = self._take_late()
+            return over + self._end_finished(self._abort_step(step, error))
+        ended = self._collect_late()
         sampled = self._commit(step, tokens, computed)
         for request in ended:  # this step's tokens of these requests are discarded
             self.end(request)
@@ -485,13 +485,13 @@ class Batcher:
                 request.num_late = 1
         else:
             ended += self._take_all(len(step.decode_rows), sampled, tokens.tolist(), firsts)
-        return over + self._settle(ended)
+        return over + self._end_finished(ended)
 
     def _begin_step(self) -> tuple[Step | None, list[BatchRequest]]:
         """Begin a step if any request can run; return it, and the requests that cannot run."""
         ending: set[Hashable] = set()  # requests whose late token is their last one
         if self._late is None:
-            self._close_ranks()
+            self._compact_rows()
         else:
             late, _ = self._late
             ending = {one.key for one in late if len(one.answer) + one.num_late >= one.max_tokens}
@@ -507,13 +507,13 @@ class Batcher:
             computed = self._forwards.prefill(step, max_tokens)
         return computed, self._compute_decodes(step)
 
-    def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
+    def _abort_step(self, step: Step, fault: Exception) -> list[BatchRequest]:
         """Preempt all requests after a failed step; return the requests that have finished."""
         # The frames of the failed forward hold activations, whose memory the next step needs.
         traceback.clear_frames(fault.__traceback__)
         requests = [self._scheduler.find(one.request_id) for one in step.requests]
         # Before preempting: a request without its newest token would compute that token again.
-        over = self._take_late()
+        over = self._collect_late()
         self._scheduler.preempt_all()
         self._decoding = _Decoding()
         for request in requests:
@@ -534,15 +534,15 @@ class Batcher:
             tiers.bring(sequence, self.context.config.min_computed_tokens)
         return self.context.match(prepared).skip_tokens
 
-    def _may_close_ranks(self) -> bool:
+    def _can_compact(self) -> bool:
         """Return whether a smaller batch would hold all remaining requests."""
         if not self._scheduler.is_steady:
             return False
         return self._size_for(len(self._scheduler)) < self._decoding.size
 
-    def _close_ranks(self) -> None:
+    def _compact_rows(self) -> None:
         """Move requests to lower rows if a smaller batch then holds all remaining ones."""
-        if not self._may_close_ranks():
+        if not self._can_compact():
             return
         decoding, left = self._decoding, len(self._scheduler)
         size = self._size_for(left)
@@ -576,13 +576,13 @@ class Batcher:
         else:
             decoding.ids = ids
         idle, size = self._idle_rows(decoding.size), decoding.size
-        with self._kept(idle) if idle else nullcontext():
+        with self._restoring(idle) if idle else nullcontext():
             logits = self._graphs.run(size, partial(self._forwards.decode, size))
         self.counts["decode_steps"] += 1
         return logits
 
     @contextmanager
-    def _kept(self, rows: Sequence[int]) -> Iterator[None]:
+    def _restoring(self, rows: Sequence[int]) -> Iterator[None]:
         """Restore the live states of ``rows`` after the body."""
         live, at = self.context.live_states.tensors, ints_to_device(rows, self.context.device)
         kept = {name: tensor.index_select(1, at) for name, tensor in live.items()}
@@ -692,7 +692,7 @@ class Batcher:
         at = ints_to_device(places, self.context.device)
         return DeviceTokens(_join(pieces).index_select(0, at)[:, None])
 
-    def _take_late(self) -> list[BatchRequest]:
+    def _collect_late(self) -> list[BatchRequest]:
         """Copy late tokens to the host and append them; return the requests that have finished."""
         if self._late is None:
             return []
@@ -750,7 +750,7 @@ class Batcher:
         taken = [*zip(requests, tokens, strict=True), *forks]
         return [one for one, token in taken if not one.is_over and self._take(one, token)]
 
-    def _settle(self, over: list[BatchRequest]) -> list[BatchRequest]:
+    def _end_finished(self, over: list[BatchRequest]) -> list[BatchRequest]:
         """End finished requests between two steps; return them."""
         for request in over:
             if not request.is_over:
@@ -802,9 +802,9 @@ class Batcher:
     def check(self) -> None:
         """Compare a batch of prompts with each prompt alone; no request may be running."""
         runner, name = self._runner, type(self._runner.model).__name__
-        prompts = self._draw(self._lengths_to_check())
+        prompts = self._random_prompts(self._lengths_to_check())
         try:
-            logits = self._compute_unseen(prompts)
+            logits = self._compute_temporary(prompts)
         except (InvalidArgumentError, CapacityError, ModelChangedError):
             raise
         except Exception as error:
@@ -830,7 +830,7 @@ class Batcher:
                 f"the relative error of its logits is {typical:.1e}; generate serves it"
             )
 
-    def _draw(self, lengths: Sequence[int]) -> list[list[int]]:
+    def _random_prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return random prompts of these lengths, the same in each call."""
         generator = torch.Generator(device="cpu").manual_seed(2)
         return [random_tokens(self._runner, size, generator) for size in lengths]
@@ -844,12 +844,12 @@ class Batcher:
         fewer = given, given[:2], given[1:], given[-1:]
         return next((one for one in fewer if one and self.has_room(one)), given[-1:])
 
-    def _compute_unseen(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _compute_temporary(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Compute sequences as requests whose last token is decoded; cache nothing.
 
         Sequences have at least two tokens. Return [vocabulary] logits after each one's last token.
         """
-        with self._unseen([tokens[:-1] for tokens in sequences]):
+        with self._temporary([tokens[:-1] for tokens in sequences]):
             step = self.context.begin_step()
             self._forwards.prefill(step, self.context.config.max_tokens)
             self.context.commit_step([tokens[-1] for tokens in sequences])
@@ -858,7 +858,7 @@ class Batcher:
             return [logits[row].clone() for row in rows]
 
     @contextmanager
-    def _unseen(
+    def _temporary(
         self, prompts: Sequence[Sequence[int]], saves_states: bool = False
     ) -> Iterator[None]:
         """Add requests while the body runs; then remove their cached prefixes and counts."""
