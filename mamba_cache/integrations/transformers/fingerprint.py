@@ -410,7 +410,7 @@ class _Reading:
                 self._read_globals(kind, sys.modules[kind.__module__])
         self._read_selected(files)
         self.digest = _digest(*(f"{path}={value}" for path, value in self.values.items()))
-        self._found = self._look()
+        self._found = self._snapshot()
         self._paths, self._names = {}, {}
 
     def is_current(self) -> bool:
@@ -418,12 +418,12 @@ class _Reading:
         if not self.digest:
             return False
         try:
-            found = self._look()
+            found = self._snapshot()
             return len(found) == len(self._found) and all(map(is_, found, self._found))
         except RuntimeError:  # another thread changes a dict
             return False
 
-    def _look(self) -> list[Any]:
+    def _snapshot(self) -> list[Any]:
         """Return the objects that must be identical in the next call."""
         return [
             *chain.from_iterable(self._members),
@@ -459,13 +459,13 @@ class _Reading:
         self._record(path, f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         if tensor.device.type != "meta" and not _is_readable(tensor):
             name = f"a {type(tensor).__name__} whose values cannot be read"
-            self._find("foreign attribute", path, name, tensor)
+            self._flag("foreign attribute", path, name, tensor)
 
     def _read_module(self, path: str, module: torch.nn.Module) -> None:
         self._paths[id(module)] = path
         self._record_code(path, "module", type(module))
         if isinstance(module, torch.jit.ScriptModule):
-            self._find("foreign attribute", path, "a module of TorchScript", module)
+            self._flag("foreign attribute", path, "a module of TorchScript", module)
             return
         self.modules[path] = module
         for name, value in self._attributes(path, module):
@@ -504,7 +504,7 @@ class _Reading:
         self, path: str, function: Any, kind: _ForeignKind, own: set[str] | None = None
     ) -> None:
         if (layer := foreign_layer(function, own)) is not None:
-            self._find(kind, path, layer, function)
+            self._flag(kind, path, layer, function)
         elif isinstance(function, partial):
             self._read_function(f"{path}.func", function.func, kind, own)
             self._read(f"{path}.args", function.args)
@@ -529,7 +529,7 @@ class _Reading:
             for key in items:
                 self._read(f"{path}[{key!r}]", items[key])
         else:
-            self._find("foreign attribute", path, "a dict with other keys than plain ones", items)
+            self._flag("foreign attribute", path, "a dict with other keys than plain ones", items)
 
     def _read_object(self, path: str, value: Any) -> None:
         self._paths[id(value)] = path
@@ -546,7 +546,7 @@ class _Reading:
         has_more = kind.__basicsize__ != _SIZE_WITH_DICT or not hasattr(value, "__dict__")
         if is_foreign or is_patched or has_more:
             what = f"an object of class {kind.__qualname__} of module {kind.__module__}"
-            self._find("foreign attribute", path, what, value)
+            self._flag("foreign attribute", path, what, value)
             return
         self._record_code(path, "object", kind)
         self._add_code(kind.__module__)
@@ -615,7 +615,7 @@ class _Reading:
                     path = f"{name}[{choice!r}]"
                     self._read_function(path, function, "registered function")
 
-    def _find(self, kind: _ForeignKind, path: str, layer: str, value: object) -> None:
+    def _flag(self, kind: _ForeignKind, path: str, layer: str, value: object) -> None:
         self._record(path, "foreign")
         self.unknown[path] = id(value)
         self.foreign.setdefault(kind, f"{path.removeprefix(_ROOT)} is {layer}")
@@ -777,7 +777,7 @@ class _Weights:
         self._versions = []
         if not self._checksums or any(each.device.type != "cuda" for each in self._checksums):
             return
-        if self._look() == self._layout:  # pragma: no cover - tests/gpu run it
+        if self._snapshot() == self._layout:  # pragma: no cover - tests/gpu run it
             self._start()
             self._versions = _versions(self._tensors.values())
 
@@ -793,9 +793,9 @@ class _Weights:
         self._may_differ = may_differ
         began_with = self._versions if has_looked else []
         self._versions = []
-        if is_read_anew or self._checksums is None or self._look() != self._layout:
+        if is_read_anew or self._checksums is None or self._snapshot() != self._layout:
             self._take(self.measure(tensors), is_changed=False)
-            self._layout = self._look()
+            self._layout = self._snapshot()
         elif self.kind != "off":
             if not began_with or began_with != _versions(self._tensors.values()):
                 self._start()
@@ -863,7 +863,7 @@ class _Weights:
             for path, tensor in self._tensors.items()
         }  # fmt: skip
 
-    def _look(self) -> list[list[Any]]:
+    def _snapshot(self) -> list[list[Any]]:
         """Return addresses and layouts of the tensors; in C loops, because every call needs it."""
         tensors = [*self._tensors.values()]
         return [
