@@ -277,7 +277,7 @@ class SequenceRecord:
 
         Positions that have a state already, and those for which there is no room, are left out.
         """
-        self._hold_up_to(max(positions) // self._size)
+        self._allocate_up_to(max(positions) // self._size)
         where = [p for p in sorted(positions) if p // self._size <= len(self._blocks)]
         # Another sequence may have published the same block.
         digests, find_block = self.sequence.chain.digests, self._store.kv_blocks.find_block
@@ -298,7 +298,7 @@ class SequenceRecord:
         ``positions`` and all blocks before it are kept.
         """
         try:
-            if self._can_be_kept(memory):
+            if self._fits_dtypes(memory):
                 self._publish(memory, {*captured})
         except torch.OutOfMemoryError:  # caching is optional: the answer is returned without it
             self._store.slots.skipped_checkpoints_total += 1
@@ -316,7 +316,7 @@ class SequenceRecord:
     def _publish(self, memory: SequenceMemory, positions: set[int]) -> None:
         sequence, tensors, end = self.sequence, self._store.tensors, memory.num_tokens
         first, last = sequence.num_published, end // self._size
-        self._hold_up_to(last)
+        self._allocate_up_to(last)
         blocks = self._blocks[first:last]
         if blocks:
             stop = first + len(blocks)
@@ -334,7 +334,7 @@ class SequenceRecord:
         reserved, self._reserved = self._reserved, []
         self._store.index.cancel(reserved)
 
-    def _can_be_kept(self, memory: SequenceMemory) -> bool:
+    def _fits_dtypes(self, memory: SequenceMemory) -> bool:
         """Return whether the store's dtypes hold ``memory`` exactly; record its dtypes."""
         kept, given = self._store.layout.dtypes, memory.dtypes()
         if given == kept:
@@ -343,7 +343,7 @@ class SequenceRecord:
             return False
         return self._store.live_dtypes.setdefault(self.sequence.request.lora_id, given) == given
 
-    def _hold_up_to(self, number: int) -> None:
+    def _allocate_up_to(self, number: int) -> None:
         """Allocate blocks until the sequence has ``number``, or as many as are available."""
         missing, kv_blocks = number - len(self._blocks), self._store.kv_blocks
         if missing <= 0:
