@@ -90,10 +90,10 @@ class Generation:
     def __enter__(self) -> Generation:
         """Intercept the first forward."""
         self.runner.fingerprint.look_ahead()
-        self._arm()
+        self._intercept()
         return self
 
-    def _arm(self) -> None:
+    def _intercept(self) -> None:
         model, store = self.runner.model, self.store
         self._undo = ExitStack()
         self._undo.enter_context(intercepted(store, model, "forward", self.forward))
@@ -165,7 +165,7 @@ class Generation:
         if self._is_batched:
             self._take_rows()
             with self._within(forward):
-                return self._computed()
+                return self._compute_rows()
         self._undo.close()  # the fingerprint must see the model as it is
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Not earlier: a streamer gets the prompt before this forward and may change the model. And
@@ -203,8 +203,8 @@ class Generation:
             with self._within(forward):
                 self._is_batched = self._begin_batch(prompts)
                 if self._is_batched:
-                    output = self._computed()
-                    self._arm()  # for the forwards that follow
+                    output = self._compute_rows()
+                    self._intercept()  # for the forwards that follow
                     return output
                 self.find_batcher = None  # do not ask again in this call
         except torch.OutOfMemoryError:  # the prefiller can compute a prompt in smaller parts
@@ -268,7 +268,7 @@ class Generation:
         own = {prompt.key: prompt.tokens for prompt in prompts}.values()
         chunk_tokens = batcher.chunk_tokens
         if not batcher.has_room(lengths) or (
-            sum(map(len, own)) > chunk_tokens and self._num_left(own) > chunk_tokens
+            sum(map(len, own)) > chunk_tokens and self._num_uncached(own) > chunk_tokens
         ):
             return False
         batcher.configure()
@@ -276,7 +276,7 @@ class Generation:
         batcher.warm_up(len(prompts))
         return batcher.replays(len(prompts))
 
-    def _num_left(self, prompts: Iterable[npt.NDArray[np.int32]]) -> int:
+    def _num_uncached(self, prompts: Iterable[npt.NDArray[np.int32]]) -> int:
         """Return the number of uncached tokens of prompts."""
         count, key = 0, self.runner.fingerprint.key
         for tokens in prompts:
@@ -285,7 +285,7 @@ class Generation:
             record.close()
         return count
 
-    def _computed(self) -> Any:
+    def _compute_rows(self) -> Any:
         """Compute the batch; return the model's output."""
         assert self._batcher is not None
         return self._output(self._batcher.compute_rows())
