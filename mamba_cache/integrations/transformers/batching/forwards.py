@@ -197,7 +197,7 @@ class BatchForwards:
         # A repeated row writes the same values to the same places.
         rows = [*group, *[group[0]] * (shape.num_rows - len(group))]
         given = self._inputs_of(shape, rows)
-        inputs = self._room_for(shape, given).copy_(given)
+        inputs = self._fixed_inputs(shape, given).copy_(given)
         self._has_all = True  # a ragged rectangle saves all states, or its forward raises
         compute = partial(self._forward, shape, inputs)
         self._graphs.use(shape, compute)
@@ -206,7 +206,7 @@ class BatchForwards:
         return logits.clone()  # the next rectangle may be replayed from the same graph
 
     @outside_inference_mode  # a call outside inference mode must be able to write to the tensor
-    def _room_for(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
+    def _fixed_inputs(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
         """Return the tensor at a fixed address that a captured shape reads its inputs from."""
         if shape not in self._inputs:
             self._inputs[shape] = torch.empty_like(like)
@@ -358,7 +358,7 @@ class BatchForwards:
                 "the model's layers no longer hand over their states as when the prefix cache was "
                 "made: make a new prefix cache"
             )
-        self._keep(cache, states)
+        self._copy_replaced(cache, states)
         for name, tensor in self._live.items() if in_place.start < 0 else ():
             self._pieces.copy_rows(states[name], tensor, to=live_rows)
         return logits, has_all or not count
@@ -388,7 +388,7 @@ class BatchForwards:
                 number += 1
         return cache
 
-    def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
+    def _copy_replaced(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
         """Copy states into ``states`` from layers that replaced their tensors."""
         left = read_layers(cache, self._layout.layers, 1)
         for view, now in zip(self._layout.views(states).states, left.states, strict=True):
