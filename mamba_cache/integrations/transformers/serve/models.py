@@ -214,12 +214,12 @@ class BatchManager:
             try:
                 self._cache.run_batches(self)
             except Exception as error:
-                self._begin_again(error)
+                self._restart(error)
             if self._is_stopped and not self._arrivals:
                 return
             self._wake.wait()
 
-    def _begin_again(self, error: Exception) -> None:
+    def _restart(self, error: Exception) -> None:
         """Restart requests after a call that raised; fail those that cannot run again.
 
         Raises:
@@ -384,7 +384,7 @@ class ServedModels:
     def asked(self, model: Any) -> Any:
         """Return the object whose ``generate`` the server calls for the current request."""
         served, request = self.find(model), current_request.get()
-        return model if served is None or request is None else _Asked(served, request)
+        return model if served is None or request is None else _RequestModel(served, request)
 
 
 @dataclass(slots=True, eq=False)
@@ -448,7 +448,7 @@ class ServedModel:
             request.cached_tokens = cache.last_skipped_tokens
 
         for _ in range(2):  # twice, because the first call may end in a reset
-            listener = _Listener(options["streamer"], count) if options.get("streamer") else None
+            listener = _Streamer(options["streamer"], count) if options.get("streamer") else None
             try:
                 output = cache.generate(
                     cache_salt=request.cache_salt,
@@ -488,7 +488,7 @@ def _name_of(model: Any) -> str:
     return f"{type(model).__name__} ({getattr(model, 'name_or_path', '')})"
 
 
-class _Asked:
+class _RequestModel:
     """A model for one request: ``generate`` uses the cache; all else is the model's."""
 
     def __init__(self, served: ServedModel, request: ServedRequest) -> None:
@@ -502,7 +502,7 @@ class _Asked:
         return getattr(self._served.model, name)
 
 
-class _Listener:
+class _Streamer:
     """Passes tokens to the server's streamer; holds back the prompt until the first token.
 
     Until then the call may be repeated with a new listener.
