@@ -12,7 +12,7 @@ __all__ = ["transformers"]
 
 
 def transformers() -> Any:
-    """Return the library's module."""
+    """Return the module ``transformers``; raise if it is missing or too old."""
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
