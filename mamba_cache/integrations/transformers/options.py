@@ -216,7 +216,7 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
 
 
 def join_config(model: Any, config: Any) -> Any:
-    """Return the configuration that ``generate`` makes of ``config``, checked by the library."""
+    """Return the configuration that ``generate`` makes of ``config``, checked by transformers."""
     joined, _, _ = _prepare(model, {"generation_config": config})
     joined.validate()
     joined.get_generation_mode(None)
