@@ -27,7 +27,7 @@ _OUTPUTS = "transformers.generation.continuous_batching.requests"
 
 
 class BatchCall:
-    """The arguments of ``PrefixCache.generate_batch``, read and checked."""
+    """Reads and checks the arguments of ``generate_batch``, and runs its requests."""
 
     def __init__(
         self,
