@@ -6,7 +6,7 @@ Before the server is made, in the same process::
 
     serve.install(mamba_cache_gb=4, kv_cache_gb=8)
 
-``mamba-cache serve MODEL`` does so and starts it.
+``mamba-cache serve MODEL`` calls ``install`` and starts the server.
 """
 
 from mamba_cache.integrations.transformers.serve.installing import install, installed, uninstall
