@@ -326,7 +326,7 @@ class PrefixCache:
         variant: str | None = None,
         **options: Any,
     ) -> Any:
-        """Do what ``model.generate`` does, and compute only what is not cached.
+        """Generate as ``model.generate`` does, and compute only tokens that are not cached.
 
         Args:
             inputs: Token ids, also accepted as ``input_ids``: a tensor [rows, length], padded on
@@ -341,7 +341,7 @@ class PrefixCache:
                 ``Request``: a hint for ``AdaptiveSlotPolicy``. None: unknown.
             source: The source of the hint; each is trusted as far as its hints come true.
             variant: As in ``PrefixCache``, for this call.
-            options: All else that ``model.generate`` takes.
+            options: Other arguments of ``model.generate``.
 
         Returns:
             What ``model.generate`` returns.
@@ -451,7 +451,7 @@ class PrefixCache:
         variant: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Do for hybrid models what ``model.generate_batch`` does for others, with the cache.
+        """Generate as ``model.generate_batch`` does, for hybrid models and with the cache.
 
         Requests of any lengths run together and leave when they finish. Prompts resume from cached
         states and are computed in chunks beside the decoding requests, which are one batch.
@@ -466,7 +466,7 @@ class PrefixCache:
                 ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. Its other fields, about
                 memory, are ignored.
             record_timestamps: Record the time at which each token arrived.
-            progress_bar: Show one.
+            progress_bar: Show a progress bar.
             persistent_manager: Ignored: the set-up is always kept.
             warmup: Capture the CUDA graphs that are missing before the first token. If False, only
                 those that earlier calls have captured are used.
@@ -679,13 +679,13 @@ class PrefixCache:
         Args:
             input_ids: Token ids of one prompt: a tensor [1, length] or [length], or a list of ints.
             cache_salt: Prompts of different salts never share anything.
-            checkpoints: Lengths in tokens of beginnings that other prompts will share, as for
+            checkpoints: Lengths in tokens of prefixes that other prompts will share, as for
                 ``generate``.
             variant: As for ``generate``.
 
         Returns:
-            A transformers cache that all of the tokens have gone through, to be passed to the
-            model's forward with the tokens that follow. The caller owns it.
+            A transformers cache with all tokens computed, to be passed to the model's forward
+            with the tokens that follow. The caller owns it.
 
         Raises:
             InvalidArgumentError: The prompt or checkpoints are malformed.
@@ -714,7 +714,7 @@ class PrefixCache:
         cache_salt: ExtraKey = None,
         variant: str | None = None,
     ) -> Pin:
-        """Keep a cached prompt findable, whatever else needs room.
+        """Keep a cached prompt findable until the pin ends.
 
         The pin holds the prompt's KV blocks and the slot of its last state, for ``generate`` and
         ``generate_batch``. Entries in host memory or below are loaded first. ``reset`` ends a pin,
