@@ -70,7 +70,7 @@ def install(
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
-    Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
+    Functions and classes of ``transformers.cli.serving`` are replaced in this process, so call this
     before the server is made: ``transformers.cli.serve.Serve(...)``. A model that cannot be cached,
     and a request that its cache does not serve, bypass the cache with one warning in the log
     ``mamba_cache`` that names the reason. A request whose settings cannot be served gets status 400
@@ -80,12 +80,12 @@ def install(
     Args:
         mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
         kv_cache_gb: Budget for the keys and values of each loaded model, in GiB.
-        weights_check: How much of the weights each request compares. By default ``"sample"``, since
-            nothing in a server changes them.
+        weights_check: How much of the weights each request compares. Default: ``"sample"``, because
+            a server does not change them.
         events_endpoint: Endpoint of the KV events of the first loaded model, for routers, as in
             ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: no events.
         events_replay_endpoint: Endpoint at which routers request missed events.
-        events_mode: Which KV blocks events are sent for.
+        events_mode: The KV blocks for which events are sent.
         settings: Other settings of ``PrefixCache``, for each loaded model, such as
             ``block_size_tokens``, ``max_requests``, ``host_cache_gb`` and ``hash_secret``.
 
@@ -93,7 +93,7 @@ def install(
         InvalidArgumentError: A setting is out of range for every model, or an endpoint cannot be
             used.
         StepOrderError: It is installed already; ``uninstall`` first.
-        MissingExtraError: Something that the extra ``serve``, or the store, needs is not installed.
+        MissingExtraError: A package that the extra ``serve`` or the store needs is not installed.
         UnsupportedVersionError: This version of transformers has no such server; the message names
             what is missing. Nothing was replaced.
     """
