@@ -5,6 +5,7 @@ import enum
 import functools
 import gc
 import importlib.util
+import itertools
 import sys
 import threading
 import warnings
@@ -400,6 +401,25 @@ def test_a_tensor_that_a_partial_carries_is_a_weight(shared, holder):
     factor.mul_(2)
     with pytest.raises(ModelChangedError, match=r"lm_head.note.keywords\['other'\]"):
         fingerprint.begin()
+
+
+def test_a_buffer_that_forwards_replace_counts_for_cuda_graphs():
+    """A graph would read memory that may be another tensor's by then."""
+    model = torch.nn.Linear(2, 2).eval()
+    model.register_buffer("steps", torch.zeros(1))
+    fingerprint = ModelFingerprint(model)
+    counts, kept = itertools.count(), []
+
+    def run():
+        kept.append(model.steps)  # so that no address comes back
+        model.steps = torch.full((1,), next(counts))
+
+    fingerprint.leave_out_what_changes(run)
+    fingerprint.begin()
+    before = fingerprint.addresses()
+    run()
+    assert fingerprint.is_current()
+    assert fingerprint.addresses() != before
 
 
 def test_patches_of_classes_that_were_made_before_are_the_model(model, prompt, monkeypatch):

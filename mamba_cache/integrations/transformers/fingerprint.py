@@ -265,7 +265,10 @@ class ModelFingerprint:
 
         Empty while foreign code makes calls bypass the cache; each call has a random key then.
         """
-        return tuple(map(torch.Tensor.data_ptr, self._reading.tensors.values()))
+        reading = self._reading
+        rewritten = (owner.get(name) for owner, name in reading.rewritten)
+        tensors = chain(reading.tensors.values(), filter(torch.is_tensor, rewritten))
+        return tuple(map(torch.Tensor.data_ptr, tensors))
 
     @property
     def has_foreign(self) -> bool:
@@ -368,6 +371,8 @@ class _Reading:
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
+        # Entries of dicts that forwards rewrite, such as counters among the buffers.
+        self.rewritten: list[tuple[dict[str, Any], str]] = []
         self.modules_of_code: set[str] = set()  # Python modules with the model's code, no libraries
         self.foreign: dict[_ForeignKind, str] = {}  # the place of the first foreign code by kind
         self.unknown: dict[str, int] = {}  # ids of all foreign objects, by path
@@ -639,6 +644,7 @@ class _Reading:
         """Watch a dict, except for entries that a forward rewrites."""
         self._members.append(items)
         rewritten = {name for name in items if f"{path}.{name}" in self._known.left_out}
+        self.rewritten += [(items, name) for name in rewritten]
         if not rewritten:
             self._members.append(items.values())
             return
