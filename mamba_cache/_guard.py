@@ -86,7 +86,7 @@ class CallGuard:
     def fail(self, name: str, error: BaseException, *, is_nested: bool) -> None:
         """Poison the object if a call that raised was interrupted, and undo what it held."""
         is_poisoned = isinstance(error, PoisonedError) and not hasattr(error, _OUTSIDE)
-        if is_poisoned or (self.is_changing and _breaks_off(error)):
+        if is_poisoned or (self.is_changing and _may_have_interrupted(error)):
             self.poison = self.poison or f"{name} broke off with {error!r}"
         if self.held is not None and not is_nested:
             self.held.is_held = False  # if interrupted at the start of _Ending.__exit__
@@ -217,7 +217,7 @@ def mark_outside(error: BaseException) -> None:
     setattr(error, _OUTSIDE, True)
 
 
-def _breaks_off(error: BaseException | None) -> bool:
+def _may_have_interrupted(error: BaseException | None) -> bool:
     """Return whether an exception may have interrupted a change.
 
     An error of the package that was raised while handling another exception counts like the other

@@ -199,7 +199,7 @@ class CacheConfig:
         self._check_blocks()
         if self.verify_hits and self.slot_quantization is not None:
             raise InvalidArgumentError(
-                "verify_hits needs slots that keep states as they are: with slot_quantization="
+                "verify_hits needs slots that keep states unchanged: with slot_quantization="
                 f"{self.slot_quantization!r} a hit differs from a miss by design"
             )
 
@@ -284,7 +284,7 @@ class CacheConfig:
         for name in ("disk_cache_path", "store"):
             if getattr(self, name) is not None and not self.has_host_tier:
                 raise InvalidArgumentError(
-                    f"{name} needs a host tier, through whose rows entries come and go: give "
+                    f"{name} needs a host tier, through which its entries are copied: give "
                     "host_cache_gb (GiB)"
                 )
 

@@ -249,7 +249,7 @@ class PromptPath:
     turn: int = 0  # number of earlier prompts that this one continues
     traits: int = 0  # turn and new blocks, as a part of the class of the prompt's candidates
     hint: int = 0  # level of the hint, as a part of the class of the prompt's end
-    told: tuple[Hashable, bool] | None = None  # source and hint
+    given_hint: tuple[Hashable, bool] | None = None  # source and hint
     near: int = ROOT  # candidate on the path where a search begins; may be forgotten meanwhile
 
 
@@ -268,7 +268,7 @@ class CandidateTree:
         # parent; source and hint until the first use.
         self._children: list[dict[int, int]] = [{}]
         self._edges = [array("q")]
-        self._told: dict[int, tuple[Hashable, bool]] = {}
+        self._given_hints: dict[int, tuple[Hashable, bool]] = {}
         self._by_hash: dict[int, int] = {}
         self._free: list[int] = []
         self._class_at[ROOT] = _PER_GROUP  # extended
@@ -313,8 +313,8 @@ class CandidateTree:
         if used != ROOT:
             klass = self._class_at[used]
             prompt.turn = self._turn_at[used] + (klass < _PER_KIND)
-            if used in self._told:
-                self._trust.count_return(*self._told.pop(used))
+            if used in self._given_hints:
+                self._trust.count_return(*self._given_hints.pop(used))
             self._rates.count(klass, clock - self._last_use_at[used], 1, is_event=True)
             if klass % _PER_KIND < _PER_KIND - _PER_USE:
                 self._class_at[used] = klass + _PER_USE
@@ -328,8 +328,8 @@ class CandidateTree:
         new_class = _NEW_BLOCKS[min(len(path) - num_known, 30)]
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
         if will_continue is not None:
-            prompt.told = source, will_continue
-            prompt.hint = self._trust.level_of(*prompt.told)
+            prompt.given_hint = source, will_continue
+            prompt.hint = self._trust.level_of(*prompt.given_hint)
         return prompt
 
     def _deepest(self, prompt: PromptPath, depth: int) -> int:
@@ -377,13 +377,13 @@ class CandidateTree:
         # depth < len(path): the prompt's end becomes a candidate, which extends this one.
         is_extended = depth < len(path) or below is not None
         klass = _KINDS[kind] + is_extended * _PER_GROUP + prompt.traits
-        told = prompt.told if kind == "end" else None
-        if told is not None:
+        given_hint = prompt.given_hint if kind == "end" else None
+        if given_hint is not None:
             klass += prompt.hint
         new = self._add_ghost(node, path[start:depth], depth, klass, prompt.turn)
-        if told is not None:
-            self._trust.count(*told)
-            self._told[new] = told
+        if given_hint is not None:
+            self._trust.count(*given_hint)
+            self._given_hints[new] = given_hint
         if below is not None:
             edge = self._edges[below] = edge[depth - start :]
             self._children[new][edge[0]] = below
@@ -436,7 +436,7 @@ class CandidateTree:
         del self._by_hash[edge[-1]]
         edge[-1] = hash_id
         self._by_hash[hash_id] = node
-        self._told.pop(node, None)
+        self._given_hints.pop(node, None)
         self._made_at[node] = self._num_made
         self._num_made += 1
         return True
@@ -499,7 +499,7 @@ class CandidateTree:
         del self.ghosts[node], siblings[edge[0]]
         if self._by_hash.get(edge[-1]) == node:  # a candidate of find_or_add may have this hash
             del self._by_hash[edge[-1]]
-        self._told.pop(node, None)
+        self._given_hints.pop(node, None)
         for below in children.values():
             siblings[edge[0]] = below
             self._edges[below] = edge + self._edges[below]
@@ -763,10 +763,10 @@ class AdaptiveSlotPolicy:
         self._num_incomplete += 1
         # The last block has no hash yet: it gets a unique negative id.
         path, traits, hint = [*hash_ids, -(self._num_incomplete << 1)], prompt.traits, prompt.hint
-        grown = PromptPath(path, prompt.turn, traits, hint, prompt.told, prompt.near)
+        grown = PromptPath(path, prompt.turn, traits, hint, prompt.given_hint, prompt.near)
         node = self._tree.propose(grown, len(path), kind)
         prompt.near = grown.near  # the search for the next block begins here
-        # The hint counts once (told is None), but stays in the class.
-        grown.traits, grown.told = traits + hint, None
+        # The hint counts once (given_hint is None), but stays in the class.
+        grown.traits, grown.given_hint = traits + hint, None
         self._incomplete[node] = grown
         return node

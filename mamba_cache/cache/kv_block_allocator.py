@@ -334,14 +334,14 @@ class KVBlockAllocator:
             parent = holders[-1] if holders else parent
             self._add_chain(block_ids[added], digests[added], hash_ids[added], parent)
             if self.listeners.wants(Stored):
-                told: dict[str, Any] = {"parent_digest": self._digests[parent]}
+                details: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
-                    told["extra_keys"] = tuple(extra_keys[added])
+                    details["extra_keys"] = tuple(extra_keys[added])
                 if tokens is not None:  # copied: the caller may overwrite them
                     size = len(tokens) // count
                     own = tokens[start * size : end * size].copy()
-                    told |= {"tokens": own, "block_size_tokens": size}
-                stored = Stored("block", (*block_ids[added],), (*digests[added],), **told)
+                    details |= {"tokens": own, "block_size_tokens": size}
+                stored = Stored("block", (*block_ids[added],), (*digests[added],), **details)
                 self.listeners.put(stored)
         return [*holders, *block_ids[start:end], *[None] * (count - end)]
 

@@ -115,7 +115,7 @@ class Rows:
                 row = ids[left.index(min(left))]
                 raise DoubleFreeError(
                     f"{self._what} {row} has {self.refs[row]} references, "
-                    f"but {given[row]} are given back"
+                    f"but {given[row]} are released"
                 )
         self.refs[rows] = 0
         if any(left):

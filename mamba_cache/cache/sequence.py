@@ -160,7 +160,7 @@ class CachedSequence:
     request: Request  # the caller's request
     prompt: TokenArray  # [prompt length] int32 prompt tokens
     chain: BlockHashChain  # hashes of the complete blocks of all known tokens
-    wanted_boundaries: frozenset[int] = frozenset()  # boundaries where the caller requests a state
+    requested_boundaries: frozenset[int] = frozenset()  # where the caller requests a state
     # Tokens after the prompt, as far as they were copied from the request table.
     generated: array[int] = field(default_factory=partial(array, "i"))
     num_shared_blocks: int = 0  # first blocks, which the sequence must not write
@@ -219,7 +219,7 @@ class CachedSequence:
             replace(self.request, request_id=request_id),
             self.prompt,
             chain.copy(),
-            self.wanted_boundaries,
+            self.requested_boundaries,
             array("i", generated),
             num_shared_blocks=self.num_shared_blocks,
             num_published=self.num_published,
@@ -342,7 +342,7 @@ class PrefixIndex:
         """Return the checkpoints that the placement chooses or the caller requested."""
         size, num_tokens = self._block_size, sequence.num_known
         facts = PlacementFacts(num_tokens, size, sequence.num_shared_blocks, -(-num_tokens // size))
-        return placed_positions(self._placement, facts) | sequence.wanted_boundaries
+        return placed_positions(self._placement, facts) | sequence.requested_boundaries
 
     @guarded(nests=True, changes=True)
     def reserve(
@@ -440,7 +440,7 @@ class PrefixIndex:
         """Describe a state to the policy: in a prompt, at its end, or of a decoding sequence."""
         size, end, prompt = self._block_size, sequence.num_initial, sequence.prompt_seen
         depth = position // size
-        is_asked = not self.refuses_states or position in sequence.wanted_boundaries
+        is_asked = not self.refuses_states or position in sequence.requested_boundaries
         if position > end:  # the hash of the last block may not be known yet
             return StateProposal(prompt, depth, "end", is_asked, sequence.hash_ids()[: depth - 1])
         # If a prompt ends with a block, the same prompt again resumes from the penultimate block.

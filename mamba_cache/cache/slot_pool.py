@@ -632,9 +632,9 @@ class SlotPool:
             return
         blocks = [self._block_at[slot] for slot in slots]
         found = zip(blocks, self._index._digests[blocks].tolist(), slots, strict=True)
-        told = [each for each in found if each[1] is not None]
-        if told or options:
-            block_ids, digests, cached = zip(*told, strict=True) if told else ((), (), ())
+        kept = [each for each in found if each[1] is not None]
+        if kept or options:
+            block_ids, digests, cached = zip(*kept, strict=True) if kept else ((), (), ())
             self.listeners.put(kind("state", block_ids, digests, cached, **options))
 
 

@@ -490,7 +490,7 @@ class DynamicInferenceContext:
                 lease = self.slot_allocator.pin(self.slot_allocator.slot_of(state_block))
             row = table.take(match.block_ids, start + num_tokens, active.request_id)
         except BaseException:
-            self._give_back(lease, load)
+            self._release_source(lease, load)
             raise
         active.row = row
         table.start(row, num_known, start)
@@ -564,7 +564,7 @@ class DynamicInferenceContext:
         blocks = [table.item(position // size - 1) for position in positions]
         return self._index.reserve([(active, positions, blocks)])
 
-    def _give_back(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
+    def _release_source(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
         """Release the slot, or cancel the load, that a first chunk resumes from."""
         if lease is not None:
             self.slot_allocator.unpin(lease)
@@ -588,14 +588,14 @@ class DynamicInferenceContext:
         table, chunk, active.chunk = self.request_table, active.chunk, None
         if chunk is not None:
             self._index.cancel(chunk.checkpoints)
-            self._give_back(chunk.lease, chunk.load)
+            self._release_source(chunk.lease, chunk.load)
         table.set_status(active, RequestStatus.PREEMPTED)
         if active.checkpoint is not None:
             self._cancel_decode(active)
         active.prompt_seen = None  # the next admission announces the prompt again, perhaps longer
         table.collect(active)
         row, active.row = active.row, -1
-        table.give_back(row)
+        table.release(row)
 
     @guarded()
     def schedule_prefill(
@@ -624,14 +624,14 @@ class DynamicInferenceContext:
         """
         self._require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
-        table, wanted = self.request_table, active.wanted_boundaries
+        table, wanted = self.request_table, active.requested_boundaries
         boundaries = self._boundaries(checkpoint_positions)
         self._guard.is_changing = True
         start = table.num_computed.item(active.row)
         num_tokens = self._chunk_tokens(active, active.num_known - start, chunk_tokens)
         table.grow(active.row, start + num_tokens, active.request_id)
         try:
-            active.wanted_boundaries |= boundaries
+            active.requested_boundaries |= boundaries
             end = start + num_tokens
             chunk = Chunk(
                 active.row,
@@ -642,7 +642,7 @@ class DynamicInferenceContext:
             )
             self._plan(active, chunk)
         except BaseException:
-            active.wanted_boundaries = wanted
+            active.requested_boundaries = wanted
             table.shrink(active.row, start, active.num_shared_blocks)
             raise
         active.chunk = chunk
@@ -769,7 +769,7 @@ class DynamicInferenceContext:
             # The tokens of two steps are fewer than a block: they cross one boundary at most.
             block = table.num_computed.item(active.row) // size
             position = (block + 1) * size
-            saves = self.config.save_decode_states or position in active.wanted_boundaries
+            saves = self.config.save_decode_states or position in active.requested_boundaries
             if saves and active.checkpoint is None:
                 requested.append((active, [position], [table.block_tables.item(active.row, block)]))
         if requested:
@@ -824,7 +824,7 @@ class DynamicInferenceContext:
         if self._speculation is not None:
             if step._is_advanced:
                 raise StepOrderError(
-                    "the device knows the step's tokens since a commit_step that broke off: "
+                    "an interrupted commit_step has recorded the step's tokens on the device: "
                     "abort_step takes the step back"
                 )
             step._is_advanced = True
@@ -907,12 +907,12 @@ class DynamicInferenceContext:
             )
             layers = [self._layer_labels[layer] for layer in sorted(step._missing)]
             warning = UnwrittenStateWarning(
-                f"The layers {layers} have not handed over their states in this step, so those of "
-                f"requests {where} tokens are not published, and what could be skipped is computed "
-                "again. Every Mamba layer must call context.extract_checkpoint_states in every "
-                "step with prefill chunks, those of other kinds context.extract_states, and where "
-                "a CUDA graph is replayed, the engine context.count_extractions. Further ones are "
-                "only counted, in stats().unwritten_states"
+                f"The layers {layers} have not handed over their states in this step, so states of "
+                f"requests {where} tokens are not published, and later requests compute these "
+                "tokens again. Every Mamba layer must call context.extract_checkpoint_states in "
+                "every step with prefill chunks, layers of other kinds context.extract_states, and "
+                "the engine context.count_extractions where it replays a CUDA graph. Further cases "
+                "are only counted, in stats().unwritten_states"
             )
             warnings.warn(warning, stacklevel=4)
             self._has_warned = True
@@ -1005,7 +1005,7 @@ class DynamicInferenceContext:
         """
         superseded: list[SlotLease] = []
         for active, saved in written:
-            if not saved or saved[0].position in active.wanted_boundaries:
+            if not saved or saved[0].position in active.requested_boundaries:
                 continue
             # The slot is empty if another request had saved this state before.
             lease = self.slot_allocator.lease_of(saved[0].slot)
@@ -1033,7 +1033,7 @@ class DynamicInferenceContext:
             status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
             table.set_status(active, status)
             if chunk.samples:
-                saves = config.save_decode_states or bool(active.wanted_boundaries)
+                saves = config.save_decode_states or bool(active.requested_boundaries)
                 saves = config.enable_prefix_caching and config.reuse_answers and saves
                 table.saves_states[active.row] = saves
             admission, active.admission = active.admission, None
@@ -1190,7 +1190,7 @@ class DynamicInferenceContext:
             for fork in forks:
                 table.set_status(fork, RequestStatus.PREEMPTED)
             for new_row in reversed(rows):
-                table.give_back(new_row)
+                table.release(new_row)
             raise
         self._counters["forks"] += len(forks)
         return made

@@ -119,8 +119,8 @@ class Pins:
             ttl_seconds = check_number("ttl_seconds", ttl_seconds, maximum=_LONGEST)
         if not block_ids:
             raise MissingStateError(
-                "nothing of the prompt is cached: run it first, with a checkpoint at its end if "
-                "longer ones begin with it"
+                "nothing of the prompt is cached: run it first, with its end in "
+                "checkpoint_positions if longer prompts begin with it"
             )
         self.expire()
         blocks = as_rows(block_ids)
@@ -446,7 +446,7 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
         return config.num_kv_blocks + 1
     if kv_spec is None:
         raise InvalidArgumentError(
-            "kv_cache_gb and cache_gb need kv_spec, which says how large a block is: give it, or "
+            "kv_cache_gb and cache_gb need kv_spec for the size of a block: give kv_spec, or "
             "num_kv_blocks"
         )
     budget = config.kv_budget_gb

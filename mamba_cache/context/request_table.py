@@ -231,7 +231,7 @@ class RequestTable:
         self.num_tokens[rows], self.num_computed[rows] = num_tokens, num_computed
         self._tail_shifts[rows] = rows * self._tail_width - num_tokens
 
-    def give_back(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Release a row and its blocks; published blocks stay findable."""
         blocks = self.blocks_of(row).astype(np.intp)
         self.block_tables[row, : len(blocks)] = self._kv_blocks.dummy_block_id

@@ -382,8 +382,8 @@ class MambaSlotAllocator(SlotPool):
         """
         if self.conv_states is None:
             raise InvalidArgumentError(
-                f"store_from_tensors takes conv and SSM states, but those of these slots are "
-                f"{[*self.states.tensors]}: write them to states, or restore and save live ones"
+                f"store_from_tensors takes conv and SSM states, but these slots have the tensors "
+                f"{[*self.states.tensors]}: write to slots.states, or restore and save live states"
             )
         slot = self.get_slot(block_id)
         if slot < 0:

@@ -118,7 +118,7 @@ class Interrupted(Refused):
 
     def functions(self):
         yield from super().functions()
-        for name in ("take", "append_token", "give_back"):
+        for name in ("take", "append_token", "release"):
             yield self.context.request_table, name
 
 

@@ -324,7 +324,7 @@ def test_a_fork_of_a_sequence_has_all_but_its_id_and_its_answer_in_common():
     fork = sequence.fork("b", own.chain, [1])
     assert (fork.request.request_id, fork.tokens(0, fork.num_known).tolist()) == ("b", [*PROMPT, 1])
     for name in (
-        "prompt", "wanted_boundaries", "num_shared_blocks", "num_published", "num_initial",
+        "prompt", "requested_boundaries", "num_shared_blocks", "num_published", "num_initial",
         "prompt_seen", "prompt_seen_below",
     ):  # fmt: skip
         assert getattr(fork, name) is getattr(sequence, name), name
