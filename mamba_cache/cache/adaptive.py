@@ -100,7 +100,7 @@ class ReturnRates:
         self._groups = groups
         shape = len(groups), NUM_BINS
         # By class and bin: events; spells that end minus spells that begin; the times of these
-        # spells in the bin, as a difference too. Then events and exposure of the last halving.
+        # spells in the bin, as a difference too. Then events and exposure before the last halving.
         self._counts = np.zeros((3, *shape), np.int64)
         self._old_events, self._old_exposure = np.zeros(shape), np.zeros(shape)
         self._is_seen = np.zeros(len(groups), np.bool_)
@@ -685,7 +685,7 @@ class AdaptiveSlotPolicy:
         self._granted, self._victims = [], {}
 
     def withdraw(self) -> None:
-        """Take back the last ``admit``."""
+        """Undo the last ``admit``."""
         for slot, node in self._victims.items():
             self._candidate_at[slot] = node
             if node >= 0:

@@ -404,7 +404,7 @@ class KVBlockAllocator:
         """Return checked block ids; the dummy block is out of range."""
         return as_rows(as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError))
 
-    # Registration. The methods below trust their arguments, and that the guard has the change.
+    # Registration. The methods below check nothing: callers check arguments and set is_changing.
 
     def _add_chain(
         self, block_ids: list[int], digests: Sequence[bytes], hash_ids: Sequence[int], parent: int

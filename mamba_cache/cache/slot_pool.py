@@ -462,7 +462,7 @@ class SlotPool:
         if self.prompt_policy is not None:
             self.prompt_policy.check_invariants([*cached.tolist(), *self.reserved])
 
-    # The methods below trust their arguments, and that the guard has the change.
+    # The methods below check nothing: callers have checked arguments and set is_changing.
 
     def slot_of(self, block_id: int) -> int:
         """Return the slot that caches a block's state, or -1."""

@@ -457,8 +457,7 @@ class DynamicInferenceContext:
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk.
             BlockCapacityError: Not enough KV blocks are free or evictable.
-            SequenceLengthError: The request has more than ``max_sequence_length`` tokens; finish
-                it.
+            SequenceLengthError: The request is longer than ``max_sequence_length``; finish it.
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._require_none()
@@ -719,7 +718,7 @@ class DynamicInferenceContext:
                     is_exact = on_device is None and self._uncollected is None
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 elif self._uncollected is not None:
-                    self._bring_tokens(self._uncollected, group.rows, metadata)
+                    self._write_sampled(self._uncollected, group.rows, metadata)
                 # Without the padding: a kernel would read each entry of it.
                 if chunks and (restores := self.step_buffers.entries("restores")):
                     self._slots_to_live.copy_own(*restores)
@@ -732,7 +731,7 @@ class DynamicInferenceContext:
         self._step = Step(work, prefills, chunks, planned, metadata, layers=range(num_layers))
         return self._step
 
-    def _bring_tokens(self, last: _Uncollected, rows: Int64Array, metadata: StepMetadata) -> None:
+    def _write_sampled(self, last: _Uncollected, rows: Int64Array, metadata: StepMetadata) -> None:
         """Write the uncollected step's sampled tokens into this step's ids, on the device."""
         table, own = self.request_table, metadata.token_ids[: len(rows)]
         # True where the request's next token is known on the device only.
@@ -873,7 +872,7 @@ class DynamicInferenceContext:
     ) -> Sampled | DeviceTokens:
         """Return the sampled tokens of all requests of a step in batch order, checked."""
         if self._uncollected is not None:
-            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
+            raise StepOrderError("the last step is uncollected: call collect_step first")
         num_requests = len(step._requests)
         if isinstance(new_tokens, DeviceTokens):
             check_sampled(new_tokens, num_requests, self.config, self.device)
@@ -1302,7 +1301,7 @@ class DynamicInferenceContext:
         """End a pin; a pin that has ended already is ignored.
 
         Raises:
-            InvalidArgumentError: ``pin`` is no pin of this context.
+            InvalidArgumentError: ``pin`` is no ``Pin``.
             StepOrderError: A step is in flight.
         """
         self._require_none()
@@ -1405,8 +1404,8 @@ class DynamicInferenceContext:
 
         Raises:
             StepOrderError: As in ``extract_checkpoint_states``.
-            InvalidArgumentError: There is no such kind or layer, a tensor of the layer is missing
-                or given twice, or as in ``extract_checkpoint_states``.
+            InvalidArgumentError: There is no such kind or layer, a tensor of the layer is missing,
+                unknown or given twice, or as in ``extract_checkpoint_states``.
         """
         captured, step = self._captured, self._step
         if captured is None:

@@ -95,7 +95,7 @@ class MambaSlotAllocator(SlotPool):
     """
 
     @outside_inference_mode
-    def __init__(  # noqa: PLR0917 (embedders pass them so)
+    def __init__(  # noqa: PLR0917 (embedders pass arguments by position)
         self,
         context: SlotContext,
         max_slots: int,
@@ -462,7 +462,7 @@ class MambaSlotAllocator(SlotPool):
         return True
 
     @guarded(nests=True)
-    def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
+    def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass arguments by position)
         self,
         req: Any,
         current_id: int,
