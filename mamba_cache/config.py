@@ -98,7 +98,7 @@ class CacheConfig:
         eviction_policy: When KV blocks without references are evicted.
         slot_policy: Which saved states are evicted first, if the context gets no policy object.
             "adaptive" learns which states are used again, and evicts KV blocks with their states;
-            "lru" evicts the least recently used. None: "adaptive", or any under ``REF_ZERO``.
+            "lru" evicts the least recently used. None: "adaptive"; under REF_ZERO any state.
         vocab_size: Upper bound of token ids, exclusive. None: 2**31.
         min_computed_tokens: Number of prompt tokens that are computed even if all are cached.
             Kernels that cannot start from the last token alone need more than one.

@@ -506,7 +506,7 @@ class SlotPool:
             self._rows.push(slots)
 
     def free_cheapest(self, leaves_of: Callable[[npt.NDArray[Any]], list[int]]) -> int | None:
-        """Free the evictable state of least worth; for the blocks' allocator.
+        """Free the evictable state of least worth per KV block that its loss frees.
 
         ``leaves_of`` returns the evictable blocks of [n] blocks. Return the block of the freed
         state; None if no evictable block has a state.

@@ -279,7 +279,7 @@ class SlotQuantization:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one token in all attention layers.
+    """Shape and dtype of the keys and values of the attention layers.
 
     Attributes:
         num_layers: Number of attention layers of the model; may be 0.
