@@ -1,11 +1,22 @@
 """What a step says of its requests, and what it moves for them."""
 
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
+from context_rig import (
+    BLOCK,
+    MODEL,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    uncached,
+)
 from kv_rig import by_id
 
 from mamba_cache import Request
@@ -192,3 +203,30 @@ def test_tokens_are_int32_wherever_they_come_from():
     for start, end in combinations(range(len(every) + 1), 2):
         tokens = active.tokens(start, end)
         assert (tokens.dtype, tokens.tolist()) == (np.int32, every[start:end])
+
+
+@pytest.mark.parametrize("make", [partial(np.array, dtype=np.int32), np.array, torch.tensor, list])
+def test_an_array_of_tokens_may_be_overwritten_once_its_request_is_added(make):
+    """The engine's buffer takes the next prompt: else that would match the first one's prefix."""
+    context, given = make_context(), make(PROMPT)
+    context.add_request(Request(request_id="a", prompt_tokens=given))
+    given[:] = make(PROMPT[::-1])
+    assert not context.match(Request(request_id="b", prompt_tokens=given)).block_ids
+    run_step(context)
+    context.finish("a")
+    for prompt in (PROMPT, PROMPT[::-1]):
+        run = generate(context, prompt, 3)
+        assert run[2].skip_tokens == (3 * BLOCK if prompt is PROMPT else 0)
+        assert_same_run(run, prompt)
+
+
+def test_rows_whose_blocks_end_in_different_steps_keep_their_own_tokens():
+    """A prompt of whole blocks leaves the most tokens to be taken over: one more than a block."""
+    context = make_context()
+    prompts = {"a": PROMPT[: 2 * BLOCK], "b": PROMPT[: BLOCK + 3], "c": PROMPT[1 : BLOCK + 1]}
+    for name, prompt in prompts.items():
+        add(context, name, prompt)
+    for _ in range(2 * BLOCK + 3):
+        run_step(context)
+    for name, prompt in prompts.items():
+        assert context.finish(name) == uncached(prompt, 2 * BLOCK + 3)[0]

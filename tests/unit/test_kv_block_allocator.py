@@ -49,12 +49,13 @@ def test_arrays_are_exposed_as_tensors_of_the_same_memory():
     assert pool.block_hashes.tolist() == [-1] * 5
 
 
-def test_a_cached_block_that_is_retained_twice_beside_a_used_one_has_two_references(pool):
+@pytest.mark.parametrize("has_used", [False, True])
+def test_a_cached_block_that_is_retained_twice_has_two_references(pool, has_used):
     cached, used = pool.allocate_memory_blocks(2)
     pool.register_kv_block_hashes([cached], prefix(1))
     pool.release_memory_blocks([cached])
-    pool.retain_memory_blocks([cached, cached, used])
-    assert pool.block_ref_counts[[cached, used]].tolist() == [2, 2]
+    pool.retain_memory_blocks([cached, cached, *[used] * has_used])
+    assert pool.block_ref_counts[[cached, used]].tolist() == [2, 1 + has_used]
     assert pool.num_cached_blocks == 0
 
 
