@@ -43,7 +43,7 @@ INFINITY_BITS = 0x7F800000
 """Bits of an infinite float32; the bits of NaNs are above."""
 
 LEAST_MAGNITUDE_BITS = (127 - 100) << 23
-"""Bits of 2**-100, the minimum of a column's largest magnitude: 1 / scale stays a normal number."""
+"""Bits of 2**-100, the lower bound of a column's magnitude: scale and 1 / scale stay normal."""
 
 
 def quantize_states(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
