@@ -197,6 +197,18 @@ def test_stats_say_why_nothing_was_found(model, cache, prompt, generator):
     assert (stats.used_blocks, stats.reserved_slots) == (0, 0)
 
 
+def test_equal_rows_save_the_state_of_their_answer_once(model, cache, generator):
+    """A second slot for the same state would evict another's."""
+    row, other = text(generator, 3 * BLOCK + 2), text(generator, 3 * BLOCK + 3)
+    for last in (other, torch.cat([row, row])):
+        cached(cache, last)
+    slots = cache.stats().cached_slots
+    small = make_cache(model, slot_policy="lru", **budgets(cache, slots=slots, blocks=40))
+    for last in (other, torch.cat([row, row])):
+        cached(small, last)
+    assert (small.stats().cached_slots, small.stats().evicted_slots) == (slots, 0)
+
+
 def test_a_prompt_longer_than_the_pool_is_cached_as_far_as_it_goes(model, cache, prompt):
     small = make_cache(model, **budgets(cache, slots=1, blocks=2))
     for _ in range(2):
