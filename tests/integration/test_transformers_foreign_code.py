@@ -335,6 +335,17 @@ def test_an_attribute_of_unknown_kind_is_foreign(shared, holder, name):
     assert fingerprint.portable_key() is not None
 
 
+@pytest.mark.parametrize("name", ["a quantised tensor", "a sparse tensor", "a tensor of MKL"])
+def test_a_tensor_without_an_address_is_served_with_a_variant(shared, holder, name):
+    """A batch asks for the addresses of all tensors, which its CUDA graphs depend on."""
+    without = ModelFingerprint(shared)
+    without.begin()
+    holder.note = VALUES[name]
+    fingerprint = ModelFingerprint(shared)
+    fingerprint.begin(variant="named")
+    assert {*fingerprint.addresses()} >= {*without.addresses()}
+
+
 def known_values(factor):
     """What is read, each with another content for another factor."""
     config = NemotronHConfig(logits_scaling=factor)

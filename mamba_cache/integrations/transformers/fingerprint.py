@@ -268,7 +268,8 @@ class ModelFingerprint:
         reading = self._reading
         rewritten = (owner.get(name) for owner, name in reading.rewritten)
         tensors = chain(reading.tensors.values(), filter(torch.is_tensor, rewritten))
-        return tuple(map(torch.Tensor.data_ptr, tensors))
+        # Tensors of other layouts have no address: a model has them with a variant alone.
+        return tuple([each.data_ptr() for each in tensors if each.layout is torch.strided])
 
     @property
     def has_foreign(self) -> bool:
