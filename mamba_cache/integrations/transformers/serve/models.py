@@ -64,7 +64,7 @@ class ServedRequest:
     deliver: Callable[[Any], None] | None = None  # result callback; None until registered
     request: BatchRequest | None = None  # its request in the batch
     is_cancelled: bool = False  # the client has disconnected
-    num_told: int = 0  # answer tokens that were delivered, or will be at the end
+    num_delivered: int = 0  # answer tokens that were delivered, or will be at the end
     was_restarted: bool = False  # it was submitted again after a call that raised
 
     @property
@@ -230,11 +230,11 @@ class BatchManager:
         with self._lock:
             known = list(self._arrivals.values())
         for arrival in known:
-            has_output = arrival.is_streaming and arrival.num_told > 0
+            has_output = arrival.is_streaming and arrival.num_delivered > 0
             if has_output or arrival.was_restarted:
                 self._fail(arrival, error)
             else:
-                arrival.was_restarted, arrival.request, arrival.num_told = True, None, 0
+                arrival.was_restarted, arrival.request, arrival.num_delivered = True, None, 0
                 self._wake.set()
 
     def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
@@ -285,10 +285,10 @@ class BatchManager:
             request = arrival.request
             if request is None or arrival.is_cancelled:
                 continue
-            if request.answer and not arrival.num_told:
+            if request.answer and not arrival.num_delivered:
                 arrival.cached_tokens = request.cached_tokens
-            is_new = len(request.answer) > arrival.num_told
-            arrival.num_told = len(request.answer)
+            is_new = len(request.answer) > arrival.num_delivered
+            arrival.num_delivered = len(request.answer)
             if request.is_over:
                 arrival.error = request.error
                 self._end(arrival, answer_output(request))
@@ -505,7 +505,7 @@ class _RequestModel:
 class _Streamer:
     """Passes tokens to the server's streamer; holds back the prompt until the first token.
 
-    Until then the call may be repeated with a new listener.
+    Until then the call may be repeated with a new object of this class.
     """
 
     def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
