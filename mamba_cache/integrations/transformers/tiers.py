@@ -219,7 +219,7 @@ class PrefixTiers(Tiering):
         self._keys.clear()
 
     def take_weights(self) -> None:
-        """Take the present weights as the expected ones: entries of others are no longer found."""
+        """Take the present weights as the expected ones; entries of other weights are not found."""
         self.flush()
         if self.disk is not None:
             self.disk = None
