@@ -432,6 +432,13 @@ def test_malformed_requests(server, plain_answers, folders, number):
         server.check(folders["main"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_empty_prompt_is_refused_before_it_is_batched(batching, folders, stream):
+    body = {"model": folders["batched"], "prompt": "", "max_tokens": 2, "stream": stream}
+    status, answer = batching.post(PROMPTS, body)
+    assert (status, b"at least one token" in answer) == (400, True), answer
+
+
 # Models that cannot be cached, and requests that a cache does not serve.
 
 

@@ -283,6 +283,8 @@ def _batched(
     one, request = served.find(model), current_request.get()
     if one is not None and one.manager is not None and request is not None:
         tokens, longest = list(inputs["input_ids"]), one.max_sequence_length
+        if not tokens:  # refused here, a stream has not begun: its status can say so
+            raise InvalidArgumentError("the prompt must have at least one token, got none")
         if longest is not None and len(tokens) > longest:
             raise SequenceLengthError(
                 f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
