@@ -12,7 +12,7 @@ from context_rig import (
 )
 from fingerprints import fingerprint
 from slot_rig import Listening
-from tier_rig import make_tiered
+from tier_rig import always, make_tiered
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import TokenCapacityError
@@ -75,7 +75,8 @@ def test_two_requests_of_a_step_that_could_load_one_state_are_both_right():
 def test_a_state_that_host_memory_lacks_is_wanted():
     policy = Listening()
     config = make_config(num_host_blocks=40, num_host_states=20)
-    context = make_context(config, slot_policy=policy, placement=EveryNthBlock(1))
+    options = {"slot_policy": policy, "placement": EveryNthBlock(1), "load_planner": always()}
+    context = make_context(config, **options)
     generate(context, LONG, 1)
     context.wait_for_tiers()
     context.slot_allocator.reset()
