@@ -344,8 +344,8 @@ def _check_quantized_bits(
     assert torch.equal(slots["ssm"][:2, 3].cpu(), codes)
     assert torch.equal(slots["ssm_scales"][:2, 3].cpu(), scales)
     restore.copy([3], [1])
-    wanted = dequantize_states(codes, scales, live["ssm"].dtype)
-    assert torch.equal(live["ssm"][:2, 1].cpu(), wanted)
+    expected = dequantize_states(codes, scales, live["ssm"].dtype)
+    assert torch.equal(live["ssm"][:2, 1].cpu(), expected)
     assert torch.equal(live["conv"][:, 1], live["conv"][:, 2])
 
 

@@ -81,12 +81,12 @@ class _Times:
             for _ in range(self._rounds + 4):  # a long prompt has its graph at its fourth use
                 prompts = [subject.random(prefix + suffix + extra) for _ in range(2)]
                 hit = torch.cat([stem, subject.random(suffix + extra)], dim=1)
-                for way, who, prompt in (
+                for way, llm, prompt in (
                     ("plain", subject.model, prompts[0]),
                     ("miss", cache, prompts[1]),
                     ("hit", cache, hit),
                 ):
-                    ways[way].append(subject.first_token(who, prompt).seconds)
+                    ways[way].append(subject.first_token(llm, prompt).seconds)
             title = f"{prefix:,} + {suffix + extra} tokens"
             plain, miss, hit = (statistics.median(one[4:]) * 1e3 for one in ways.values())
             self.figures += [
@@ -101,11 +101,11 @@ class _Times:
                 title = f"one CUDA graph of the new tokens, {title}"
                 self.figures.append(Measurement(title, statistics.median(seconds) * 1e3, "ms"))
         found, more = [], _ANSWER_TOKENS[subject.is_cuda]
-        for who in (subject.model, cache):
+        for llm in (subject.model, cache):
             prompts = [subject.random(suffix) for _ in range(4)]
             times = []
             for prompt, count in zip(prompts, (2, 2, 1, 1 + more), strict=True):
-                call = partial(subject.generate, who, prompt, max_new_tokens=count)
+                call = partial(subject.generate, llm, prompt, max_new_tokens=count)
                 times.append(subject.time(call))
             found.append(times[3] - times[2])
         self.figures += [
@@ -143,12 +143,12 @@ class _Times:
         self.figures.append(Measurement("first batch", times[0] * 1e3, "ms"))
         self.figures.append(Measurement("first batch over the third", times[0] / times[2], "x"))
 
-    def compare_lengths(self, shared: int, fewest: int, most: int) -> None:
+    def compare_lengths(self, shared: int, low: int, high: int) -> None:
         """Time all first tokens of prompts of many lengths, beside as many equal ones."""
         stem = self.draw(shared)
-        self.run([[*stem, *self.draw(fewest)]], is_eager=True)
+        self.run([[*stem, *self.draw(low)]], is_eager=True)
         generator = torch.Generator().manual_seed(0)
-        mixed = torch.randint(fewest, most + 1, (self._rows,), generator=generator).tolist()
+        mixed = torch.randint(low, high + 1, (self._rows,), generator=generator).tolist()
         equal = [sum(mixed) // self._rows] * self._rows
         found = []
         for name, lengths in (("equal", equal), ("mixed", mixed)):
@@ -184,9 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=5, help="calls of each kind; default: 5")
     options = parser.parse_args(arguments)
     subject = make_subject(options.family)
-    prefix, suffix, shared, fewest, most, rows = _TINY if subject.family_name == "tiny" else _FULL
+    prefix, suffix, shared, low, high, rows = _TINY if subject.family_name == "tiny" else _FULL
     # All prompts of some calls fit; states that no other prompt uses are evicted.
-    tokens = 4 * (prefix + suffix) * (options.rounds + 4) + 6 * rows * (shared + most)
+    tokens = 4 * (prefix + suffix) * (options.rounds + 4) + 6 * rows * (shared + high)
     cache = subject.prefix_cache(
         num_tokens=tokens, num_calls=2 * rows, max_requests=2 * rows, reuse_answers=False
     )
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     times.compare_hits(prefix, suffix)
     times.compare_with_plain(prefix, suffix)
     times.time_burst(shared, suffix, 2 * rows)
-    times.compare_lengths(shared, fewest, most)
+    times.compare_lengths(shared, low, high)
     times.time_decoding(16 if subject.is_cuda else 2)
     stats = cache.batch_stats()
     assert stats is not None

@@ -66,8 +66,8 @@ class _Scale:
     own: int  # tokens of each prompt's own; of mixed ones in the mean
     own_range: tuple[int, int]  # of mixed ones the fewest and the most
     new: int  # tokens of each answer of the first
-    fewest: int  # tokens of an answer of mixed length
-    most: int  # likewise, and of a rollout
+    min_new: int  # min tokens of an answer of mixed length
+    max_new: int  # max tokens of an answer of mixed length, and tokens of a rollout answer
     prompts: int  # of the rollouts
     samples: int  # of each
     trained: tuple[int, int, int]  # prompts of a trainer, the fewest and the most tokens of each
@@ -80,13 +80,13 @@ class _Scale:
 
 
 _FULL = _Scale(
-    requests=64, shared=2048, own=256, own_range=(64, 1024), new=128, fewest=16, most=512,
+    requests=64, shared=2048, own=256, own_range=(64, 1024), new=128, min_new=16, max_new=512,
     prompts=8, samples=16, trained=(64, 256, 1024), trained_samples=8,
     static_rows=(32, 64, 128, 256, 512), decode_rows=(1, 8, 64), steps=64,
     firsts=((64, 256, 256), (64, 64, 1024), (32, 256, 256), (32, 128, 384)),
 )  # fmt: skip
 _TINY = _Scale(
-    requests=6, shared=256, own=16, own_range=(4, 48), new=6, fewest=2, most=10,
+    requests=6, shared=256, own=16, own_range=(4, 48), new=6, min_new=2, max_new=10,
     prompts=2, samples=3, trained=(3, 16, 64), trained_samples=2,
     static_rows=(3, 6), decode_rows=(1, 3), steps=8,
     firsts=((4, 16, 16), (4, 4, 48)),
@@ -144,17 +144,15 @@ class Workload:
         return [everyone[i] for i in middles]
 
 
-def mixed_lengths(
-    drawn: random.Random, count: int, fewest: int, most: int, *, mean: int
-) -> list[int]:
+def mixed_lengths(drawn: random.Random, count: int, low: int, high: int, *, mean: int) -> list[int]:
     """Draw lengths from a log-normal distribution, cut at both ends, whose mean is given."""
     lengths = [
-        min(max(round(mean * drawn.lognormvariate(-0.32, 0.8)), fewest), most) for _ in range(count)
+        min(max(round(mean * drawn.lognormvariate(-0.32, 0.8)), low), high) for _ in range(count)
     ]
     left = mean * count - sum(lengths)
     while left:  # so that as many tokens are computed as of equal lengths
         place, step = drawn.randrange(count), 1 if left > 0 else -1
-        if fewest <= lengths[place] + step <= most:
+        if low <= lengths[place] + step <= high:
             lengths[place] += step
             left -= step
     return lengths
@@ -176,13 +174,13 @@ def make_workloads(
             prompts = [tokens(4 * scale.own) for _ in range(scale.prompts)]
             # An answer of a random model ends where any of these comes: after half the most that
             # it may have, on average, and at no length that anybody knows before.
-            ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.most)
-            lengths = [scale.most] * scale.prompts
+            ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.max_new)
+            lengths = [scale.max_new] * scale.prompts
             workload = Workload(name, title, prompts, lengths, scale.samples, ends)
         elif name == "trainer":
-            count, fewest, most = scale.trained
-            title = f"{count} prompts of {fewest} to {most} x {scale.trained_samples} samples"
-            prompts = [tokens(drawn.randint(fewest, most)) for _ in range(count)]
+            count, low, high = scale.trained
+            title = f"{count} prompts of {low} to {high} x {scale.trained_samples} samples"
+            prompts = [tokens(drawn.randint(low, high)) for _ in range(count)]
             lengths = [scale.new] * count
             workload = Workload(name, title, prompts, lengths, scale.trained_samples)
             workload = replace(workload, is_repeated=True)
@@ -196,8 +194,8 @@ def make_workloads(
             prompts = [shared + tokens(number) for number in own]
             lengths = [scale.new] * scale.requests
             if name == "lengths":
-                lengths = [drawn.randint(scale.fewest, scale.most) for _ in prompts]
-                title = f"{scale.requests} requests, {scale.fewest} to {scale.most} new"
+                lengths = [drawn.randint(scale.min_new, scale.max_new) for _ in prompts]
+                title = f"{scale.requests} requests, {scale.min_new} to {scale.max_new} new"
             workload = Workload(name, title, prompts, lengths)
         if name in names:
             made.append(workload)
@@ -261,14 +259,14 @@ class _Stamps:
 
 
 def _answer_one_by_one(
-    subject: Subject, who: Any, workload: Workload, prompts: Sequence[int]
+    subject: Subject, llm: Any, workload: Workload, prompts: Sequence[int]
 ) -> Outcome:
     """Call ``generate`` of the model or of a prefix cache for one answer after the other."""
     outcome = Outcome()
     for prompt in prompts:
         ids = torch.tensor([workload.prompts[prompt]], device=subject.model.device)
         for number in range(workload.samples if len(prompts) == len(workload.prompts) else 1):
-            first = subject.first_token(who, ids, **workload.options(prompt))
+            first = subject.first_token(llm, ids, **workload.options(prompt))
             answer = workload.cut(first.ids[0, ids.shape[1] :].tolist(), prompt)
             outcome.answers[prompt, number] = answer
             outcome.seconds += first.call_seconds
@@ -280,7 +278,7 @@ def _answer_one_by_one(
 
 
 def _answer_in_batches(
-    subject: Subject, workload: Workload, rows: int, most_batches: int | None = None
+    subject: Subject, workload: Workload, rows: int, max_batches: int | None = None
 ) -> Outcome:
     """Call ``model.generate`` for batches in the order of arrival, each until all of it is over."""
     model, outcome = subject.model, Outcome(rows=rows)
@@ -291,7 +289,7 @@ def _answer_in_batches(
     ]
     subject.synchronize()
     start = time.perf_counter()
-    for batch in batches[:most_batches]:
+    for batch in batches[:max_batches]:
         prompts = [workload.prompts[i] for i in batch]
         ids, mask = pad_prompts(prompts, 0, model.device)
         options = workload.options(batch[0])
@@ -347,9 +345,9 @@ def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: i
     config = _config(Workload("steps", "", prompts, [steps + 1] * rows), 0)
     found = cache.generate_batch(prompts, generation_config=config, record_timestamps=True)
     stamps = [output.timestamps for output in found.values()]
-    everybody_from, until = max(one[0] for one in stamps), min(one[-1] for one in stamps)
+    all_from, until = max(one[0] for one in stamps), min(one[-1] for one in stamps)
     # Between two tokens of one request lies a step of all.
-    times = [at for at in stamps[-1] if everybody_from <= at <= until]
+    times = [at for at in stamps[-1] if all_from <= at <= until]
     return _gaps(times)
 
 
@@ -472,10 +470,10 @@ class _Report:
         self._attempt(f"{WAYS[way]}, {workload.title}", add)
 
     def _measure_static(self, workload: Workload) -> None:
-        most = None if self.sample is None else 1
+        max_batches = None if self.sample is None else 1
         sizes = sorted({min(rows, workload.num_answers) for rows in self.static_rows})
         for rows in sizes:
-            run = partial(_answer_in_batches, self.subject, workload, rows, most)
+            run = partial(_answer_in_batches, self.subject, workload, rows, max_batches)
             self._measure("static", workload, run)
 
     def _run_cached(self) -> None:
@@ -496,8 +494,8 @@ class _Report:
             seconds = self.subject.time(cache.prepare_batches)
             self.figures.append(Measurement("prepare_batches", 1e3 * seconds, "ms"))
             for number, first in enumerate(self.scale.firsts):
-                count, fewest, most = first
-                own = f"{fewest:,}" + (f" to {most:,}" if most > fewest else "")
+                count, low, high = first
+                own = f"{low:,}" + (f" to {high:,}" if high > low else "")
                 title = f"all first tokens, {count} x ({self.scale.shared:,} cached + {own})"
                 run = partial(self._add_first_tokens, title, cache, first, is_first=not number)
                 self._attempt(title, run)
@@ -532,8 +530,8 @@ class _Report:
         self, title: str, cache: PrefixCache, first: tuple[int, int, int], *, is_first: bool
     ) -> None:
         """Time until all requests have their first token; each round has new own tokens."""
-        subject, scale, (count, fewest, most) = self.subject, self.scale, first
-        lengths = mixed_lengths(random.Random(0), count, fewest, most, mean=scale.own)
+        subject, scale, (count, low, high) = self.subject, self.scale, first
+        lengths = mixed_lengths(random.Random(0), count, low, high, mean=scale.own)
         [shared] = subject.random(scale.shared).tolist()
         subject.generate(cache, torch.tensor([shared], device=subject.model.device))
         seconds = []
@@ -549,7 +547,7 @@ class _Report:
         self.figures.append(Measurement(title, 1e3 * median, "ms", runs=runs, detail=detail))
         in_ms = [round(1e3 * one, 3) for one in seconds]
         self.extra.setdefault("all_first_tokens_ms", {})[title] = in_ms
-        if fewest == most:
+        if low == high:
             self.equal_seconds[count] = median
             self._compare_with_a_forward(title, median, count)
         elif count in self.equal_seconds:

@@ -156,7 +156,7 @@ def _measure_resuming(setting: _Setting) -> Iterator[Measurement]:
     progress(f"{name}: a prompt of {num_blocks * _BLOCK} tokens, resumed in another process")
     runs = 3 if setting.small else 5
     with _Child(_leave_prompts, setting, num_blocks, runs) as child:
-        left = child.hear()
+        left = child.receive()
         engine = _engine(setting)
         engine.context.wait_for_tiers()
         resumed: list[float] = []
@@ -205,10 +205,10 @@ def _measure_steps(setting: _Setting, rounds: int) -> Iterator[Measurement]:
     children = [_Child(_time_steps, setting, rounds, number) for number in range(_PROCESSES)]
     try:
         for child in children:
-            child.hear()
+            child.receive()
         for child in children:
-            child.say("go")
-        times = [child.hear() for child in children]
+            child.send("go")
+        times = [child.receive() for child in children]
     finally:
         for child in children:
             child.close()
@@ -260,12 +260,12 @@ def _decode(engine: Engine, prompt: list[int]) -> list[tuple[float, float]]:
     has_begun = False
     while engine.num_requests:
         begun, worked = time.perf_counter(), time.thread_time()
-        told = engine.step()
+        answered = engine.step()
         if engine.context.device.type == "cuda":
             torch.cuda.synchronize()
         if has_begun:
             times.append((time.perf_counter() - begun, time.thread_time() - worked))
-        has_begun = has_begun or bool(told)
+        has_begun = has_begun or bool(answered)
     return times
 
 
@@ -325,21 +325,21 @@ class _Child:
         self._process.start()
         its.close()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Return the next thing that it says."""
         try:
             return self._pipe.recv()
         except EOFError:
             raise MambaCacheError("a process of the benchmark has ended early") from None
 
-    def say(self, word: str) -> None:
+    def send(self, message: str) -> None:
         """Let it go on."""
-        self._pipe.send(word)
+        self._pipe.send(message)
 
     def close(self) -> None:
         """Let it end."""
         with suppress(OSError):  # it has ended
-            self.say("end")
+            self.send("end")
         self._process.join(_WAIT_SECONDS)
         self._process.kill()
 

@@ -51,9 +51,9 @@ def serve_by_vllm(folder, waves, *, is_cached=True):
         for wave in waves:
             engine.answers = vllm_rig.Answers()
             engine.ask("wave", *wave, num_tokens=NEW_TOKENS)
-            said = engine.answers
-            cached = [count or 0 for count in said.cached.values()]
-            found.append(([*said.tokens.values()], sum(cached), sum(map(bool, cached))))
+            answers = engine.answers
+            cached = [count or 0 for count in answers.cached.values()]
+            found.append(([*answers.tokens.values()], sum(cached), sum(map(bool, cached))))
     return found, block_size
 
 

@@ -95,12 +95,12 @@ def measure_chat(
             gc.collect()
             requests = list(_requests(subject, chat, cache))
             kept += [requests] if number else []
-        given_up = evictions(cache)
+        num_evicted = evictions(cache)
     medians = [asdict(same[0].with_medians_of(same)) for same in zip(*kept, strict=True)]
     totals = {
         way: [sum(getattr(one, way) for one in requests) for requests in kept] for way in _WAYS
     }
-    figures = list(_figures(subject, chat, totals, given_up))
+    figures = list(_figures(subject, chat, totals, num_evicted))
     return figures, asdict(chat) | {"totals_ms": totals, "requests": medians}
 
 
@@ -133,7 +133,7 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
 
 
 def _figures(
-    subject: Subject, chat: Chat, totals: dict[str, list[float]], given_up: int
+    subject: Subject, chat: Chat, totals: dict[str, list[float]], num_evicted: int
 ) -> Iterator[Measurement]:
     title = f"chat of {chat.users} users and {chat.turns} turns"
     medians = {way: statistics.median(totals[way]) for way in _WAYS}
@@ -147,4 +147,4 @@ def _figures(
     yield Measurement(f"{title}, over the new tokens alone", over, "x")
     faster = medians["plain_ms"] / medians["cached_ms"]
     yield Measurement(f"{title}, faster than plain", faster, "x")
-    yield Measurement(f"{title}, given up for lack of memory", given_up, "")
+    yield Measurement(f"{title}, given up for lack of memory", num_evicted, "")

@@ -200,18 +200,18 @@ class Subject:
         size = self.model.config.vocab_size
         return torch.randint(3, size, (1, num_tokens), device=self.model.device)
 
-    def generate(self, who: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    def generate(self, llm: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
         """Call ``generate`` of the model or of a prefix cache, for one token unless told."""
         options = {"max_new_tokens": 1, "do_sample": False, **options}
-        ids: torch.Tensor = who.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        ids: torch.Tensor = llm.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         return ids
 
-    def first_token(self, who: Any, prompt: torch.Tensor, **options: Any) -> FirstToken:
+    def first_token(self, llm: Any, prompt: torch.Tensor, **options: Any) -> FirstToken:
         """Do the same, and time it."""
         streamer = _Streamer()
         self.synchronize()
         start = time.perf_counter()
-        ids = self.generate(who, prompt, streamer=streamer, **options)
+        ids = self.generate(llm, prompt, streamer=streamer, **options)
         self.synchronize()
         return FirstToken(ids, streamer.at - start, time.perf_counter() - start)
 

@@ -283,9 +283,9 @@ def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low
 
     output, found = compute(range(len(lengths)), max(lengths), is_spoilt=True)
     for row, length in enumerate(lengths):
-        alone, wanted = compute([row], length, is_spoilt=False)
+        alone, expected = compute([row], length, is_spoilt=False)
         assert torch.equal(output[row, :length], alone[0])
-        assert all(torch.equal(a[row], b[0]) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a[row], b[0]) for a, b in zip(found, expected, strict=True))
 
 
 class _ChangesWeights:
@@ -332,7 +332,7 @@ def test_captures_between_calls_leave_what_is_cached_alone(generator):
     assert len(cache.batch_stats().graph_sizes) == 5
 
 
-def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
+def test_a_model_that_cannot_be_captured_is_run_eagerly_with_a_reason(generator):
     model, prompts = make_model("nemotron_h"), prompts_of(generator, 3)
     expected = run(make_cache(model), prompts)
     model.model.layers[0].register_forward_hook(lambda *args: args[2].sum().item() and None)

@@ -82,26 +82,26 @@ def test_weights_that_change_are_noticed_before_anything_leaves(cached_model, we
     model, _ = cached_model
     cache = make_cache(model, weights_check=weights_check)
     cache.generate(PROMPT, **OPTIONS)
-    blocks, heard = cache.stats().cached_blocks, []
+    blocks, received = cache.stats().cached_blocks, []
 
-    class Ear:
+    class RecordingStreamer:
         def put(self, value):
-            heard.append(value)
+            received.append(value)
 
         def end(self):
-            heard.append("end")
+            received.append("end")
 
     weight = model.get_output_embeddings().weight
     before = weight.detach().clone()
     weight.data.mul_(-1)
     other = [[9, *PROMPT[0]]]
     with pytest.raises(ModelChangedError, match=r"lm_head.weight"):
-        cache.generate(other, streamer=Ear(), **OPTIONS)
+        cache.generate(other, streamer=RecordingStreamer(), **OPTIONS)
     with pytest.raises(ModelChangedError):
         cache.prefill(other[0])
     cache.check_invariants()
     assert cache.stats().cached_blocks == blocks
-    assert len(heard) <= 1  # the prompt, which generate hands on before it computes anything
+    assert len(received) <= 1  # the prompt, which generate hands on before it computes anything
     weight.data.copy_(before)
     hits = cache.stats().hits
     cache.generate(PROMPT, **OPTIONS)

@@ -117,10 +117,10 @@ def test_the_gpu_may_be_the_default_device(context, model):
     with torch.device("cuda"):
         other = make_context()
     for _ in range(2):
-        wanted = run(context, model, prompts, BLOCK)
+        expected = run(context, model, prompts, BLOCK)
         with torch.device("cuda"):
             got = run(other, model, prompts, BLOCK)
-        for name, (tokens, logits) in wanted.items():
+        for name, (tokens, logits) in expected.items():
             assert got[name][0] == tokens
             assert torch.equal(torch.stack(got[name][1]), torch.stack(logits))
     assert other.stats().hits == context.stats().hits >= len(PROMPTS)

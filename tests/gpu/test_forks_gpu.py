@@ -41,8 +41,8 @@ def test_forks_go_on_as_their_tokens_say(context, model):
     starts = {name: tokens_of(context, name) for name in ("parent", "a", "b", "c")}
     for index in range(2 * BLOCK):
         for name, logits in run_step(context, model).items():
-            wanted = UNCACHED.logits(starts[name], index)
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)
+            expected = UNCACHED.logits(starts[name], index)
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
         if index == BLOCK:
             context.preempt("b")
             context.resume_request("b")  # restored on the side stream, beside the others

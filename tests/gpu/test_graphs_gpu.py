@@ -138,7 +138,7 @@ def test_a_graph_is_not_captured_without_saying_so():
     context.abort_step()
 
 
-def test_a_replay_that_nobody_counts_publishes_nothing():
+def test_an_uncounted_replay_publishes_nothing():
     captured = CapturedStep(int8=False)
     captured.capture()
     context = captured.context

@@ -20,7 +20,7 @@ def context():
     return make_context(make_config(num_speculative_tokens=DRAFTS), device="cuda")
 
 
-class Foreteller:
+class TrueDrafts:
     """Drafts on the device: the true answers, with every fifth token wrong."""
 
     def __init__(self, answers):
@@ -45,7 +45,7 @@ def run_ahead(context, model, prompts, answers):
     Requests get rows 0, 1, ... in order, as the context gives them.
     """
     collected = [[] for _ in prompts]
-    foreteller = Foreteller(answers)
+    foreteller = TrueDrafts(answers)
     torch.cuda.synchronize()
     for number, prompt in enumerate(prompts):
         context.add_request(Request(request_id=number, prompt_tokens=prompt))
@@ -71,12 +71,12 @@ def run_ahead(context, model, prompts, answers):
 
 
 def test_answers_are_those_of_plain_runs(context, model):
-    wanted = [uncached(prompt, ANSWER + 2 * DRAFTS + 2)[0] for prompt in PROMPTS]
+    expected = [uncached(prompt, ANSWER + 2 * DRAFTS + 2)[0] for prompt in PROMPTS]
     longer = [
-        [*prompt, *answer[: 2 * BLOCK]] for prompt, answer in zip(PROMPTS, wanted, strict=True)
+        [*prompt, *answer[: 2 * BLOCK]] for prompt, answer in zip(PROMPTS, expected, strict=True)
     ]
-    answers, num_steps = run_ahead(context, model, PROMPTS, wanted)
-    assert answers == [answer[:ANSWER] for answer in wanted]
+    answers, num_steps = run_ahead(context, model, PROMPTS, expected)
+    assert answers == [answer[:ANSWER] for answer in expected]
     assert num_steps < ANSWER  # drafts were accepted
     # The states that were saved inside accepted drafts serve the next turn.
     for prompt in longer:

@@ -43,8 +43,8 @@ def test_a_hit_equals_a_miss(name):
     add = context.add_request(Request(request_id="again", prompt_tokens=PROMPT))
     row = context.begin_step().requests[0].row
     for name, tensor in context.live_states.tensors.items():
-        wanted = history[add.skip_tokens - 1][name]
-        torch.testing.assert_close(tensor[:, row], wanted, rtol=0, atol=1e-6)
+        expected = history[add.skip_tokens - 1][name]
+        torch.testing.assert_close(tensor[:, row], expected, rtol=0, atol=1e-6)
 
 
 def test_a_captured_graph_hands_over_every_kind():
@@ -104,9 +104,9 @@ def test_a_captured_graph_hands_over_every_kind():
         for kind in kinds:
             for name, shape, _ in kind.tensors:
                 given = handed_over[kind.name, name]
-                wanted = given[:, chunk]
+                expected = given[:, chunk]
                 if name not in ("recurrent", "wkv"):
                     width = shape[1] if len(shape) == 2 else 1
-                    wanted = given[:, end - width : end].transpose(1, 2)
+                    expected = given[:, end - width : end].transpose(1, 2)
                 stored = saved[f"{kind.name}.{name}"][:, slot]
-                assert_same_bits(stored, wanted.reshape(stored.shape).contiguous())
+                assert_same_bits(stored, expected.reshape(stored.shape).contiguous())

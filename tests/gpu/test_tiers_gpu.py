@@ -111,7 +111,7 @@ def test_what_follows_a_load_waits_for_its_copies_and_not_for_their_comparison(r
             assert_same_bits(tensor, old)
 
 
-def test_what_is_loaded_overwrites_only_what_is_over(rig):
+def test_a_load_waits_for_earlier_reads_of_its_destination(rig):
     """A kernel that still reads the destination has read the old bits."""
     rig.transfers.spill(rig.jobs).wait()
     [tensor] = rig.tensors[KV]

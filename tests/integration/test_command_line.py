@@ -104,7 +104,7 @@ def test_a_plan_takes_every_option(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["plan", "nemotron-h-8b", "--memry", "80"], 2, "unrecognized arguments: --memry"),
         (["plan", "nemotron-h-8", "--memory", "80"], 2, "must be one of nemotron-h-8b,"),
@@ -126,13 +126,13 @@ def test_a_plan_takes_every_option(call):
         (["replay", TRACE, "--limit", "0"], 2, "limit must be an int >= 1, got 0"),
     ],
 )
-def test_an_error_says_what_was_wrong_and_sets_the_exit_code(call, trace, arguments, code, said):
+def test_an_error_names_its_cause_and_sets_the_exit_code(call, trace, arguments, code, message):
     given, out, err = call(*(trace if one is TRACE else one for one in arguments))
     assert (given, out, err.count("\n")) == (code, "", 1)
-    assert said in err
+    assert message in err
 
 
-def test_a_plan_needs_to_know_the_memory(call, monkeypatch):
+def test_a_plan_without_a_gpu_needs_the_memory(call, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = call("plan", "nemotron-h-8b")
     assert (code, "give --memory" in err) == (2, True)
@@ -198,7 +198,7 @@ def test_a_replay_that_finds_no_room_exits_with_1(call, trace):
     assert (code, "2 requests failed: --kv-blocks does not hold them" in out) == (1, True)
 
 
-def test_a_long_replay_says_on_stderr_how_far_it_is(call, trace, monkeypatch):
+def test_a_long_replay_prints_its_progress_on_stderr(call, trace, monkeypatch):
     """It was silent for 20 minutes. The clock is read once and then before each request."""
     monkeypatch.setattr(replay, "_PROGRESS_SECONDS", 0.0)
     code, _, err = call("replay", trace, "--policy", "lru", "--slots", "5,unlimited")
@@ -222,7 +222,7 @@ def test_the_doctor_fails_only_if_something_is_wrong(call, monkeypatch):
     assert [check["status"] for check in result["checks"]] == ["ok", "absent", "failed"]
 
 
-def test_the_doctor_knows_what_is_installed_and_tries_a_hit(monkeypatch):
+def test_the_doctor_lists_what_is_installed_and_tries_a_hit(monkeypatch):
     here = {check.name: check for check in doctor.check_machine()}
     assert {here[name].status for name in ("mamba_cache", "torch", "triton")} == {"ok"}
     hit = here["a hit equals a miss"]
@@ -240,9 +240,9 @@ def test_the_doctor_knows_what_is_installed_and_tries_a_hit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"), [({"tokens": [1]}, "other answers"), ({"skipped_tokens": 0}, "no hit")]
+    ("broken", "message"), [({"tokens": [1]}, "other answers"), ({"skipped_tokens": 0}, "no hit")]
 )
-def test_the_doctor_fails_where_hits_are_wrong_or_missing(monkeypatch, broken, said):
+def test_the_doctor_fails_where_hits_are_wrong_or_missing(monkeypatch, broken, message):
     class Broken(Engine):
         def generate(self, *given):
             wrong = broken if self.context.config.enable_prefix_caching else {}
@@ -251,7 +251,7 @@ def test_the_doctor_fails_where_hits_are_wrong_or_missing(monkeypatch, broken, s
     monkeypatch.setattr(doctor, "Engine", Broken)
     monkeypatch.setattr(doctor, "_HIT_PROMPTS", 2)
     check = doctor.check_hits()
-    assert (check.status, said in check.detail, bool(check.advice)) == ("failed", True, True)
+    assert (check.status, message in check.detail, bool(check.advice)) == ("failed", True, True)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, serving, monkeypa
     assert (code, err) == (2, "mamba-cache: 'some/model' cannot be served: no such repository\n")
 
 
-def test_a_command_that_nobody_reads_ends_without_a_traceback():
+def test_a_command_with_a_closed_output_ends_without_a_traceback():
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stdout:

@@ -73,7 +73,7 @@ def test_ranks_agree_under_another_default_device(alone):
         assert GroupAgreement().largest([1.0]) == [1.0]
 
 
-def test_without_a_group_there_is_nobody_to_agree_with():
+def test_an_agreement_needs_a_process_group():
     for call in (lambda: agree_on_num_slots(3), GroupAgreement):
         with pytest.raises(StepOrderError, match="init_process_group first"):
             call()

@@ -106,8 +106,8 @@ def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
     longer = [[*p, *answer.tokens] for p, answer in zip(prompts, answers, strict=True)]
     engine = make_engine(num_speculative_tokens=3)
     completions = engine.generate(longer, greedy(60))
-    wanted = plain.generate(longer, greedy(60))
-    assert [one.tokens for one in completions] == [one.tokens for one in wanted]
+    expected = plain.generate(longer, greedy(60))
+    assert [one.tokens for one in completions] == [one.tokens for one in expected]
     assert engine.decoding["accepted_tokens"] > 0
     assert engine.decoding["tokens"] > engine.decoding["steps"]
 

@@ -54,9 +54,9 @@ class Process:
 
     def end(self):
         """End it; what its store tier did."""
-        said, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         assert self._process.returncode == 0
-        return json.loads(said)
+        return json.loads(output)
 
     def kill(self):
         if not self._process.stdout.closed:

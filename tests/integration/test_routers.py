@@ -87,14 +87,14 @@ class Prompts:
 
     def worths(self):
         """Each prompt with the blocks that it can use, by the definition."""
-        told = self._cache.expected(self._mode)[0]
-        for block_hash in told:
+        published = self._cache.expected(self._mode)[0]
+        for block_hash in published:
             tokens, at = [], block_hash
             while at is not None:
-                at, block = told[at]
+                at, block = published[at]
                 tokens = block + tokens
             self._seen.add((*tokens, *[9] * BLOCK))
-        by_content = {(parent, tuple(block)): h for h, (parent, block) in told.items()}
+        by_content = {(parent, tuple(block)): h for h, (parent, block) in published.items()}
         for tokens in self._seen:
             parent, worth = None, 0
             while (block := tokens[worth * BLOCK : (worth + 1) * BLOCK]) and (
@@ -150,7 +150,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
 
 
 @pytest.mark.engine
-def test_a_router_forgets_what_the_process_before_told_at_the_same_address():
+def test_a_router_forgets_the_blocks_of_the_process_before_at_the_same_address():
     first, second = RecordedCache(), RecordedCache()
     with ExitStack() as stack:
         old = EventPublisher(two.ANY_PORT, replay_endpoint=two.ANY_PORT)

@@ -38,8 +38,8 @@ def assert_saved_states(context, model, prompt):
     for length in saved:
         block = context.kv_block_allocator.find_block(hashes.digests[length - 1])
         for name, tensor in slots.states.tensors.items():
-            wanted = history[length * BLOCK - 1][name]
-            assert torch.equal(tensor[:, slots.get_slot(block)], wanted), (name, length)
+            expected = history[length * BLOCK - 1][name]
+            assert torch.equal(tensor[:, slots.get_slot(block)], expected), (name, length)
     return saved
 
 

@@ -206,7 +206,7 @@ def test_the_checks_find_a_store_that_is_wrong(make, check, rng):
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_exists_finds_out_who_answers_stored_and_stores_nothing(kind, opened, rng, prefix):
+def test_exists_detects_a_put_that_is_acknowledged_and_not_stored(kind, opened, rng, prefix):
     store = FaultyStore(opened(kind))
     store.inject("put_many", Trouble.DROP, matches=lambda key: key.endswith("1"))
     blobs = blobs_of(rng, prefix, (100, 100, 100))
@@ -214,7 +214,7 @@ def test_exists_finds_out_who_answers_stored_and_stores_nothing(kind, opened, rn
     assert store.exists_many(list(blobs)) == [None, MISSING, None]
 
 
-def test_short_buffers_are_said_and_harm_no_other_key(store, rng, prefix):
+def test_short_buffers_are_reported_and_harm_no_other_key(store, rng, prefix):
     blobs = blobs_of(rng, prefix, (100_000, 200_000, 300))
     put(store, blobs)
     into = [np.zeros(size, np.uint8) for size in (100_000, 150_000, 300)]

@@ -49,17 +49,17 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
     one = subject(name)
     cache = one.cache()
     prompts = [*alike(generator, 5, 9, 9, 1, 45), *(tokens(generator, n) for n in (3, 1, 17))]
-    wanted = [one.answer(prompt, 6) for prompt in prompts]
-    assert answers(batch(cache, prompts)) == wanted
+    expected = [one.answer(prompt, 6) for prompt in prompts]
+    assert answers(batch(cache, prompts)) == expected
     first, skipped = cache.batch_stats(), cache.stats().skipped_tokens
-    assert answers(batch(cache, prompts)) == wanted
+    assert answers(batch(cache, prompts)) == expected
     second = cache.batch_stats()
     assert skipped >= 4 * 3 * BLOCK  # one computed the stem, four waited for it
     assert first.rectangles >= 1
     assert second.prefill_tokens - first.prefill_tokens < 8 * (BLOCK + 1)
     assert cache.stats().unwritten_states == 0
     forks = batch(cache, prompts[:2], num_return_sequences=3, **ONLY_THE_LIKELIEST)
-    assert answers(forks) == [answer for answer in wanted[:2] for _ in range(3)]
+    assert answers(forks) == [answer for answer in expected[:2] for _ in range(3)]
     assert cache.stats().forks == 4
 
 
@@ -71,8 +71,8 @@ def test_requests_that_are_preempted_go_on_as_before(name, generator):
         room["kv_cache_gb"] = 0.01
     cache = one.cache(**room)
     prompts = [tokens(generator, n) for n in (3 * BLOCK + 5, 2 * BLOCK + 1, 30, 25, 7)]
-    wanted = [one.answer(prompt, 20) for prompt in prompts]
-    assert answers(batch(cache, prompts, max_new_tokens=20)) == wanted
+    expected = [one.answer(prompt, 20) for prompt in prompts]
+    assert answers(batch(cache, prompts, max_new_tokens=20)) == expected
     assert (cache.stats().preemptions > 0) is (name != "mamba2")
 
 
@@ -137,15 +137,15 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator, request, w
     compute = cache.generate_batch([[5]], max_new_tokens=1) and cache._batcher._forwards.decode
     cache._batcher._forwards.decode = lambda size: sizes.append(size) or compute(size)
     outputs = batch(cache, prompts, generation_config=configs)
-    wanted = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
-    assert answers(outputs) == wanted
+    expected = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert answers(outputs) == expected
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (8, 1)
     assert sizes.count(2) >= 10
     assert cache.batch_stats().moves >= 2
 
 
-def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):
+def test_rows_without_a_request_write_to_the_dummy_block_only(nemotron, generator):
     """Of all keys and values a decode step changes those of the tokens that it computes."""
     cache = nemotron.cache()
     batch(cache, [tokens(generator, 5)])
@@ -206,7 +206,7 @@ def test_limits_of_the_batching_config(cache, nemotron, generator):
     assert stats.decode_steps >= 2 * 5
 
 
-def test_a_preparation_captures_although_the_call_before_wanted_no_graphs(cache, generator):
+def test_a_preparation_captures_after_a_call_without_graphs(cache, generator):
     batch(
         cache,
         [tokens(generator, 5)],
@@ -308,16 +308,16 @@ def test_a_step_that_fails_is_taken_back_and_its_requests_go_on(
     """Also a prompt of which no chunk was in the step; tokens that were told are told once."""
     prompts = [tokens(generator, n) for n in (5, 3 * BLOCK + 2, 9)]
     calls = failing(monkeypatch, 3, 10, 17)
-    heard = {}
+    received = {}
     outputs = batch(
         cache,
         prompts,
-        streamer=lambda name, token: heard.setdefault(name, []).append(token),
+        streamer=lambda name, token: received.setdefault(name, []).append(token),
         continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=BLOCK),
         max_new_tokens=9,
     )
     assert answers(outputs) == [nemotron.answer(prompt, 9) for prompt in prompts]
-    assert heard == {one.request_id: one.generated_tokens for one in outputs}
+    assert received == {one.request_id: one.generated_tokens for one in outputs}
     assert cache.batch_stats().steps == len(calls) - 3
 
 
@@ -415,17 +415,17 @@ def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron, verify
 @pytest.mark.parametrize(("made", "used"), [*product([False, True], repeat=2)])
 def test_it_may_be_made_and_used_in_and_out_of_inference_mode(nemotron, generator, made, used):
     prompts = [tokens(generator, 2 * BLOCK + n) for n in (3, 5)]
-    wanted = [nemotron.answer(prompt, 6) for prompt in prompts]
+    expected = [nemotron.answer(prompt, 6) for prompt in prompts]
     with torch.inference_mode(made):
         cache = nemotron.cache()
     for mode in (used, not used):
         with torch.inference_mode(mode):
-            assert alone(cache, prompts[0]) == wanted[0]
-            assert answers(batch(cache, prompts)) == wanted
+            assert alone(cache, prompts[0]) == expected[0]
+            assert answers(batch(cache, prompts)) == expected
     assert cache.stats().hits >= 4
     with torch.inference_mode(used):
         cache.reset()
-        assert alone(cache, prompts[1]) == wanted[1]
+        assert alone(cache, prompts[1]) == expected[1]
 
 
 def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):

@@ -91,31 +91,31 @@ def test_nothing_is_computed_past_the_lengths_of_answers(ahead, nemotron, genera
     lengths = [1, BLOCK, 2 * BLOCK + 3, 2]
     configs = [nemotron.config(max_new_tokens=length) for length in lengths]
     outputs = batch(cache, prompts, generation_config=configs)
-    wanted = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
-    assert answers(outputs) == wanted
+    expected = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert answers(outputs) == expected
     decoded = cache.batch_stats().decoded_tokens - before.decoded_tokens
     assert sum(are_late) > len(rows) / 2  # ranks are closed when all tokens are there
     assert sum(rows) == decoded == sum(length - 1 for length in lengths)
 
 
-def test_an_answer_that_ends_is_computed_once_more_in_vain(ahead, nemotron, generator):
+def test_the_step_after_an_answers_end_is_discarded(ahead, nemotron, generator):
     """Nothing of that is told, counted or findable."""
     cache, prompt = nemotron.cache(), tokens(generator, BLOCK + 3)
     whole = nemotron.answer(prompt, 2 * BLOCK)
     end = whole[BLOCK]
-    wanted = whole[: whole.index(end) + 1]
-    heard = []
+    expected = whole[: whole.index(end) + 1]
+    received = []
     [output] = batch(
         cache,
         [prompt],
         max_new_tokens=2 * BLOCK,
         eos_token_id=end,
-        streamer=lambda _, token: heard.append(token),
+        streamer=lambda _, token: received.append(token),
     )
-    assert output.generated_tokens == heard == wanted
-    assert cache.batch_stats().decoded_tokens == len(wanted) - 1
-    [after] = batch(cache, [[*prompt, *wanted, 5]], max_new_tokens=4)
-    assert after.generated_tokens == nemotron.answer([*prompt, *wanted, 5], 4)
+    assert output.generated_tokens == received == expected
+    assert cache.batch_stats().decoded_tokens == len(expected) - 1
+    [after] = batch(cache, [[*prompt, *expected, 5]], max_new_tokens=4)
+    assert after.generated_tokens == nemotron.answer([*prompt, *expected, 5], 4)
 
 
 @pytest.mark.parametrize("num_ended", [1, 2])
@@ -142,12 +142,12 @@ def test_a_request_may_be_ended_while_its_token_is_on_its_way(
         batcher.end(request)
     while batcher.num_unfinished:
         batcher.step()
-    wanted = [nemotron.answer(prompt, 9) for prompt in prompts]
-    assert [one.answer for one in made[num_ended:]] == wanted[num_ended:]
-    assert made[0].answer == wanted[0][: len(made[0].answer)]
+    expected = [nemotron.answer(prompt, 9) for prompt in prompts]
+    assert [one.answer for one in made[num_ended:]] == expected[num_ended:]
+    assert made[0].answer == expected[0][: len(made[0].answer)]
     decoded = cache.batch_stats().decoded_tokens - before
     assert decoded == sum(max(len(one.answer) - 1, 0) for one in made)
-    assert answers(batch(cache, prompts, max_new_tokens=9)) == wanted
+    assert answers(batch(cache, prompts, max_new_tokens=9)) == expected
 
 
 def test_requests_that_can_be_resumed_but_not_decoded_get_on(
@@ -172,28 +172,28 @@ def test_requests_that_can_be_resumed_but_not_decoded_get_on(
     assert len(failed) == 5
 
 
-def test_a_request_that_has_ended_does_not_fail_with_the_step_that_computes_it_in_vain(
+def test_a_request_that_has_ended_does_not_fail_with_its_discarded_step(
     ahead, nemotron, generator, monkeypatch
 ):
     """Its last token was lost with that step."""
     cache, prompt = nemotron.cache(), tokens(generator, BLOCK + 3)
     whole = nemotron.answer(prompt, BLOCK)
-    wanted = whole[: whole.index(whole[4]) + 1]
-    heard, compute = [], Batcher._compute_decodes
+    expected = whole[: whole.index(whole[4]) + 1]
+    received, compute = [], Batcher._compute_decodes
 
     def fails(batcher, step):
-        if len(heard) == len(wanted) - 1:
+        if len(received) == len(expected) - 1:
             raise RuntimeError("out of order")
         return compute(batcher, step)
 
     batch(cache, [[5, 6, 7]])
     monkeypatch.setattr(Batcher, "_compute_decodes", fails)
     before = cache.batch_stats().steps
-    options = {"max_new_tokens": BLOCK, "eos_token_id": wanted[-1]}
-    [output] = batch(cache, [prompt], streamer=lambda _, token: heard.append(token), **options)
-    assert output.generated_tokens == heard == wanted
+    options = {"max_new_tokens": BLOCK, "eos_token_id": expected[-1]}
+    [output] = batch(cache, [prompt], streamer=lambda _, token: received.append(token), **options)
+    assert output.generated_tokens == received == expected
     assert output.error is None
-    assert cache.batch_stats().steps - before == len(wanted)
+    assert cache.batch_stats().steps - before == len(expected)
 
 
 def test_a_first_token_is_not_decoded_though_the_request_before_it_is_gone(

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers_rig import BLOCK, VOCABULARY, Ear
+from transformers_rig import BLOCK, VOCABULARY, RecordingStreamer
 
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
 from mamba_cache.integrations.transformers.batching.answers import (
@@ -229,24 +229,24 @@ def test_stop_strings(cache, nemotron, generator, tokenizer):
     assert answers(batch(cache, prompts, **options)) == expected
 
 
-def test_streamers_hear_what_they_hear_from_generate(cache, nemotron, generator):
+def test_streamers_receive_the_same_values_as_from_generate(cache, nemotron, generator):
     prompts = [tokens(generator, 5), tokens(generator, 9)]
-    streamers = [Ear(), None]
-    alone = Ear()
+    streamers = [RecordingStreamer(), None]
+    alone = RecordingStreamer()
     options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
     nemotron.model.generate(torch.tensor([prompts[0]]), streamer=alone, **options)
     batch(cache, prompts, streamer=streamers, **options)
-    assert streamers[0].heard == alone.heard
+    assert streamers[0].received == alone.received
 
 
-def test_a_function_hears_every_token_as_it_comes(cache, generator):
-    heard = {}
+def test_a_callback_receives_every_token_as_it_comes(cache, generator):
+    received = {}
     prompts = [tokens(generator, 5), tokens(generator, 3 * BLOCK)]
     options = {**DRAWN, "num_return_sequences": 2, "max_new_tokens": 5, "eos_token_id": None}
     returned = cache.generate_batch(
-        prompts, streamer=lambda name, token: heard.setdefault(name, []).append(token), **options
+        prompts, streamer=lambda name, token: received.setdefault(name, []).append(token), **options
     )
-    assert heard == {name: output.generated_tokens for name, output in returned.items()}
+    assert received == {name: output.generated_tokens for name, output in returned.items()}
 
 
 def test_log_probabilities_of_what_was_chosen(cache, nemotron, generator):
@@ -299,10 +299,10 @@ def _raise_the_third_time(make):
 
 
 FAILURES = {
-    "at the prompt": ({}, [Ear(_raise, at=1), Ear()], 0),
-    "first token": ({}, [Ear(_raise, at=2), Ear()], 1),
-    "second token": ({}, [Ear(_raise, at=3), Ear()], 2),
-    "at the end": ({}, [Ear(_raise, at="end"), Ear()], 4),
+    "at the prompt": ({}, [RecordingStreamer(_raise, at=1), RecordingStreamer()], 0),
+    "first token": ({}, [RecordingStreamer(_raise, at=2), RecordingStreamer()], 1),
+    "second token": ({}, [RecordingStreamer(_raise, at=3), RecordingStreamer()], 2),
+    "at the end": ({}, [RecordingStreamer(_raise, at="end"), RecordingStreamer()], 4),
     "function": ({}, lambda name, token: _raise() if name == "req_0" else None, 1),
     "making processors": ({"repetition_penalty": 2.0}, None, 0),
     "a processor": ({"sequence_bias": [[[10**6], 3.0]]}, None, 0),
@@ -325,8 +325,8 @@ def test_what_fails_in_an_answer_fails_its_own_request(
     first, second = batch(
         cache, prompts, generation_config=configs, streamer=streamer, tokenizer=tokenizer
     )
-    said = "tokens were being biased" if name == "a processor" else "broken on purpose"
-    assert said in first.error
+    message = "tokens were being biased" if name == "a processor" else "broken on purpose"
+    assert message in first.error
     assert first.status.name == "FAILED"
     assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
     if name != "a stop string":  # which is looked for in the first token

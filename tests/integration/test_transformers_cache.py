@@ -158,10 +158,10 @@ def test_a_restored_state_is_the_saved_one_to_the_bit(model, cache, prompt):
 
 def test_another_default_device_changes_nothing(model, prompt):
     """As engines set it; here one that holds no data."""
-    wanted = make_cache(model).prefill(prompt[:, : 4 * BLOCK])
+    expected = make_cache(model).prefill(prompt[:, : 4 * BLOCK])
     with torch.device("meta"):
         past = make_cache(model).prefill(prompt[0, : 4 * BLOCK].tolist())
-    for one, other in zip(past.layers, wanted.layers, strict=True):
+    for one, other in zip(past.layers, expected.layers, strict=True):
         if getattr(one, "keys", None) is not None:
             assert torch.equal(one.keys, other.keys)
         for index, state in getattr(one, "recurrent_states", {}).items():

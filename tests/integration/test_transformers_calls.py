@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers_rig import (
     BLOCK,
-    Ear,
+    RecordingStreamer,
     assert_same,
     cached,
     make_cache,
@@ -88,25 +88,25 @@ def test_another_method_reads_the_options_again(model, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_a_prompt_is_kept_once_before_its_first_token(cache, model, generator, num_tokens):
     prompt, saved = text(generator, 2 * BLOCK + 3), []
-    told = Ear(lambda: saved.append(cache.stats().saved_states))
+    streamer = RecordingStreamer(lambda: saved.append(cache.stats().saved_states))
     options = {"max_new_tokens": num_tokens}
-    cached(cache, prompt, streamer=told, **options)
+    cached(cache, prompt, streamer=streamer, **options)
     assert saved == [0, *[1] * num_tokens]  # the prompt, then each token
     assert cache.stats().saved_states == 1
     answer = plain(model, prompt, **options).sequences[0, prompt.shape[1] :].tolist()
-    assert told.heard == [prompt[0].tolist(), *([one] for one in answer), "end"]
+    assert streamer.received == [prompt[0].tolist(), *([one] for one in answer), "end"]
 
 
 def test_a_streamer_that_writes_to_the_first_token_changes_no_prompt(cache, model, generator):
-    class Writes(Ear):
+    class Writes(RecordingStreamer):
         def put(self, value):
             super().put(value)
             if value.dim() == 1:  # what it hears of the prompt is the prompt itself
                 value.fill_(7)
 
     prompt = text(generator, 2 * BLOCK + 3)
-    wanted = plain(model, prompt)
-    assert_same(wanted, cached(cache, prompt.clone(), streamer=Writes()))
+    expected = plain(model, prompt)
+    assert_same(expected, cached(cache, prompt.clone(), streamer=Writes()))
 
 
 # Weights.

@@ -7,7 +7,7 @@ from model_changes import KINDS, norms
 from transformers_rig import (
     BLOCK,
     GREEDY,
-    Ear,
+    RecordingStreamer,
     assert_same,
     cached,
     generate_about_an_image,
@@ -75,7 +75,7 @@ def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_be
     prompt = text(generator, 2 * BLOCK + 3)
     answer = plain(model, prompt, max_new_tokens=3 * BLOCK).sequences
     norm = norms(model)[0]
-    midway = Ear(lambda: setattr(norm, "variance_epsilon", 0.5), at=puts_before + 1)
+    midway = RecordingStreamer(lambda: setattr(norm, "variance_epsilon", 0.5), at=puts_before + 1)
     cache.generate(prompt, streamer=midway, **{**GREEDY, "max_new_tokens": 3 * BLOCK})
     norm.variance_epsilon = 1e-5
     for ids in (prompt, answer):

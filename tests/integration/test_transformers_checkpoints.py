@@ -135,8 +135,8 @@ def test_positions_for_all_rows_count_their_own_tokens(model, cache, generator):
     rows = [[*system, 5, 6, 7], system + [8] * 12]
     expected = [plain(model, torch.tensor([row])).sequences[0, len(row) :] for row in rows]
     output = cache.generate(rows, checkpoints=[SYSTEM], **GREEDY)
-    for answer, wanted in zip(output.sequences, expected, strict=True):
-        assert torch.equal(answer[-len(wanted) :], wanted)
+    for answer, alone in zip(output.sequences, expected, strict=True):
+        assert torch.equal(answer[-len(alone) :], alone)
     other = torch.tensor([system + [9] * 5])
     assert served(cache, other)[0] == BOUNDARY
 
@@ -289,7 +289,7 @@ PARTINGS = {
         OPENING.replace("not loop.last", "not messages[-1].role == 'tool'"), CALLED,
         "<think>Look",
     ),
-    "where a template refuses what would tell more": (REFUSING, MESSAGES, None),
+    "where a template refuses the longer conversation": (REFUSING, MESSAGES, None),
 }  # fmt: skip
 
 

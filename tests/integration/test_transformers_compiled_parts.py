@@ -30,15 +30,15 @@ def test_a_model_with_compiled_parts_answers_as_it_did(family, generator):
     one = Subject(family)  # of its own: the model is changed
     stem = tokens(generator, 3 * BLOCK)
     prompts = [stem + tokens(generator, length) for length in (5, 9, 9, 30)]
-    wanted = [one.answer(prompt, 6) for prompt in prompts]
+    expected = [one.answer(prompt, 6) for prompt in prompts]
     names = compile_parts(one.model)
     assert names
     assert all(re.search("Norm|MLP|MoE", name) for name in names)
     torch._dynamo.utils.counters.clear()
     cache = one.cache()
-    assert answers(batch(cache, prompts)) == wanted
-    assert answers(batch(cache, prompts)) == wanted
-    for prompt, answer in zip(prompts * 2, wanted * 2, strict=True):
+    assert answers(batch(cache, prompts)) == expected
+    assert answers(batch(cache, prompts)) == expected
+    for prompt, answer in zip(prompts * 2, expected * 2, strict=True):
         ids = torch.tensor([prompt])
         output = cache.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
         assert output[0, len(prompt) :].tolist() == answer

@@ -51,7 +51,7 @@ def evicted(cache):
     return cache.stats().evicted_blocks and cache.stats().evicted_slots
 
 
-def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
+def test_blocks_of_batches_and_tiers_are_published(generator, monkeypatch):
     """A subscriber's set is the cache's own, whoever made a block findable, or gave it up."""
     probe = make_cache(make_model("granite 4"))
     room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_requests": 3}
@@ -93,7 +93,7 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     cache.close()
 
 
-def test_salts_are_told_and_prompts_of_other_settings_are_not(generator):
+def test_salts_are_published_and_prompts_of_other_settings_are_not(generator):
     model = make_model("granite 4")
     cache = make_cache(model)
     with by_hand("resident", block_size=BLOCK) as publisher:
@@ -106,12 +106,12 @@ def test_salts_are_told_and_prompts_of_other_settings_are_not(generator):
         assert publisher._view.snapshot()[0]["extra_keys"][:2] == [("a",), None]
         cached(cache, ids)
         publisher._step()
-        told = publisher.stats().told_blocks
-        assert told >= salted + 3
+        published = publisher.stats().told_blocks
+        assert published >= salted + 3
         model.config.attention_multiplier = 0.5  # other prefixes for the same tokens
         cached(cache, ids)
         publisher._step()
-        assert publisher.stats().told_blocks == told
+        assert publisher.stats().told_blocks == published
         assert publisher.stats().untold_blocks >= 3
         cache.close()
 
@@ -123,7 +123,7 @@ def endpoints():
         return {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
 
 
-def test_a_server_tells_of_its_first_model_and_after_that_of_the_next(endpoints, caplog):
+def test_a_server_publishes_its_first_model_and_after_that_the_next(endpoints, caplog):
     made = []
 
     def make_publisher():
@@ -157,7 +157,7 @@ def test_a_server_tells_of_its_first_model_and_after_that_of_the_next(endpoints,
     assert not made[1]._thread.is_alive()
 
 
-def test_a_cache_that_is_given_up_is_told_of_no_more(endpoints):
+def test_a_dropped_cache_is_published_no_more(endpoints):
     served = ServedModels(
         {"mamba_cache_gb": 0.02, "kv_cache_gb": 0.02, "block_size_tokens": 2 * BLOCK},
         lambda: EventPublisher(**endpoints, mode="resident", heartbeat_seconds=0.05),

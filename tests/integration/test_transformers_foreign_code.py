@@ -259,13 +259,13 @@ class _Doubler:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_code_is_bypassed_and_told_once(model, cache, prompt, name):
+def test_foreign_code_bypasses_the_cache_and_warns_once(model, cache, prompt, name):
     cached(cache, prompt)
     with pytest.MonkeyPatch.context() as patch:
         FOREIGN[name](model, patch)
         expected = plain(model, prompt)
-        told = "lm_head.note is an object" if name == "an attribute" else "of module tests"
-        with pytest.warns(UserWarning, match=rf"nothing is reused or cached.*{told}.*variant"):
+        detail = "lm_head.note is an object" if name == "an attribute" else "of module tests"
+        with pytest.warns(UserWarning, match=rf"nothing is reused or cached.*{detail}.*variant"):
             assert_same(expected, cached(cache, prompt))
         assert_same(expected, cached(cache, prompt))  # a second warning would be an error
     kind = "foreign attribute" if name == "an attribute" else "replaced method"

@@ -12,7 +12,7 @@ from transformers_rig import (
     ANSWER,
     BLOCK,
     FAMILIES,
-    Ear,
+    RecordingStreamer,
     budgets,
     compute_in_double,
     join,
@@ -107,7 +107,7 @@ def test_a_streamed_call_does_not_have_the_model_read_anew(model, cache, prompt,
         fingerprint, "_Reading", lambda *args: readings.append(len(args)) or make(*args)
     )
     for number in range(3):
-        cache.generate(join(prompt, prompt[:, :number]), streamer=Ear(), **OPTIONS)
+        cache.generate(join(prompt, prompt[:, :number]), streamer=RecordingStreamer(), **OPTIONS)
     assert num_batched(cache) == 3
     assert readings.count(2) <= 1
 
@@ -128,14 +128,14 @@ def test_a_prompt_that_ends_with_the_token_that_ends_answers_is_answered(model, 
     assert num_batched(cache) == 1
 
 
-def test_streamers_are_told_the_same(model, cache, prompt):
-    heard = []
+def test_streamers_receive_the_same(model, cache, prompt):
+    received = []
     for one in (model, cache):
-        ear = Ear()
-        one.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=ear, **OPTIONS)
-        heard.append(ear.heard)
-    assert heard[0] == heard[1]
-    assert len(heard[0]) == ANSWER + 2
+        streamer = RecordingStreamer()
+        one.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **OPTIONS)
+        received.append(streamer.received)
+    assert received[0] == received[1]
+    assert len(received[0]) == ANSWER + 2
     assert num_batched(cache) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_streamer_that_raises_ends_the_call_and_keeps_the_cache(model, cache, 
         raise RuntimeError("gone away")
 
     with pytest.raises(RuntimeError, match="gone away"):
-        cache.generate(prompt, streamer=Ear(fail, at=4), **OPTIONS)
+        cache.generate(prompt, streamer=RecordingStreamer(fail, at=4), **OPTIONS)
     cache.check_invariants()
     assert not cache._batcher.context.statuses()
     assert "forward" not in vars(model)
@@ -157,7 +157,7 @@ def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch
     model = make_model("nemotron_h", seed=3)
     cache = make_cache(model)
     scale = model.config.time_step_min
-    change = Ear(lambda: setattr(model.config, "time_step_min", scale * 2), at=4)
+    change = RecordingStreamer(lambda: setattr(model.config, "time_step_min", scale * 2), at=4)
     with pytest.raises(ModelChangedError, match="while generate ran, by a streamer"):
         cache.generate(prompt, streamer=change, **OPTIONS)
     cache.check_invariants()
@@ -302,7 +302,7 @@ def test_memory_that_runs_out_leaves_the_prompt_to_the_loop(model, cache, prompt
     assert num_batched(other) == 0  # it is not tried again
 
 
-def test_a_call_after_a_batch_whose_last_step_was_computed_in_vain(ahead, model, cache, generator):
+def test_a_call_after_a_batch_whose_last_step_is_discarded(ahead, model, cache, generator):
     """That step is uncollected until the call begins: else its own first step has no end."""
     prompt = text(generator, BLOCK + 3)
     answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), **OPTIONS)

@@ -29,11 +29,11 @@ def test_hints_are_logged_with_their_prompts(nemotron, generator, tmp_path):
         cache.generate(prompts, will_continue=False, **SHORT)
         batch(cache, prompts, will_continue=[True, None, False], source="a")
         batch(cache, prompts[:1], will_continue=False)
-    told = [request.will_continue for request in read_trace(path)]
-    assert told == [True, None, False, False, False, True, None, False, False]
+    hints = [request.will_continue for request in read_trace(path)]
+    assert hints == [True, None, False, False, False, True, None, False, False]
 
 
-def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
+def test_the_policy_receives_prompts_and_hints_from_both(nemotron, generator):
     policy = Listening()
     cache, prompt = nemotron.cache(slot_policy=policy), tokens(generator, 2 * BLOCK + 3)
     cache.prepare_batches()
@@ -61,20 +61,20 @@ def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, g
     [answer] = [output.generated_tokens for output in batch(cache, [prompt], max_new_tokens=count)]
     cache.check_invariants()
     depth = (len(prompt) + count - 1) // BLOCK * BLOCK
-    told = [*prompt, *answer, 5]
+    turn = [*prompt, *answer, 5]
     tree = policy._tree
-    node = tree._by_hash[_chain(cache, told).hashes[depth // BLOCK - 1]]
+    node = tree._by_hash[_chain(cache, turn).hashes[depth // BLOCK - 1]]
     assert tree.num_kept_at[node]
     assert tree._last_use_at[node] < tree._clock + 1
-    batch(cache, [told])
+    batch(cache, [turn])
     assert tree._last_use_at[node] == tree._clock
     cache.check_invariants()
 
 
-def _chain(cache, told):
+def _chain(cache, tokens):
     key = cache._store.tiers.key_for(cache._runner.fingerprint.key)
     chain = BlockHashChain(BLOCK, hasher=cache._store.hasher, lora_id=key)
-    chain.append(told)
+    chain.append(tokens)
     return chain
 
 
@@ -147,7 +147,7 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
     with make_cache(model) as cache, TraceLog(path) as log:
         cache.listeners.add(log)
         cached(cache, head)
-        cached(cache, head[:, :-1], cache_salt="somebody")
+        cached(cache, head[:, :-1], cache_salt="a user")
         cache.generate_batch([head[0].tolist()], max_new_tokens=2, do_sample=False)
     first, salted, batched = read_trace(path)
     assert first.block_size == BLOCK
@@ -156,7 +156,7 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
     assert not set(first.hash_ids) & set(salted.hash_ids)
     assert (first.tenant, salted.tenant is None) == (None, False)
     content = path.read_text(encoding="utf-8")
-    assert "somebody" not in content
+    assert "a user" not in content
     assert json.loads(content.splitlines()[0])["block_size_tokens"] == BLOCK
     [record] = run_replay(read_trace(path), slots=[None], policies=["lru"])["records"]
     assert record["skipped_tokens"] == 3 * BLOCK

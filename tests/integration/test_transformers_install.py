@@ -130,23 +130,23 @@ def test_modes_are_as_they_were(model, prompts):
 
 
 def test_a_cast_model_gets_memory_of_its_dtype(model, prompts, tmp_path):
-    heard = []
+    received = []
     settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
     with make_cache(model, **settings) as cache, cache.install():
-        cache.listeners.add(heard.append, Stored, Removed)
+        cache.listeners.add(received.append, Stored, Removed)
         listeners = cache.listeners
         installed_answers(model, prompts)
         bytes_before = cache.stats().bytes_per_slot
         model.to(torch.float64)
         with pytest.raises(ModelChangedError):
             cache.generate_batch(prompts)
-        heard.clear()
+        received.clear()
         assert installed_answers(model, prompts) == own_answers(model, prompts)
         assert cache.stats().bytes_per_slot > bytes_before
         assert cache.stats().hits == 2
         assert cache.listeners is listeners
-        assert {type(event) for event in heard} == {Stored, Removed}
-        assert heard[0].is_reset
+        assert {type(event) for event in received} == {Stored, Removed}
+        assert received[0].is_reset
         assert [tier.name for tier in cache.tier_stats()] == ["host", "disk"]
         cache.check_invariants()
 

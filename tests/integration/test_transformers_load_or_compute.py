@@ -114,7 +114,7 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
         reads.gate.set()
 
 
-def test_what_computing_takes_is_known_from_forwards(model) -> None:
+def test_the_compute_rate_is_measured_from_forwards(model) -> None:
     with make_cache(model, host_cache_gb=0.01) as cache:
         planner = cache._store.tiers.planners.host
         assert planner.rates == tiering._UNMEASURED

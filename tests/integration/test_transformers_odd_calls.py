@@ -213,16 +213,16 @@ class Clients:
             outputs, over = [], asyncio.get_running_loop().create_future()
             current_request.set(ServedRequest(settings=self.settings))
 
-            def hear(output):
+            def receive(output):
                 outputs.append(output)
                 if output.is_finished() and not over.done():
                     over.set_result(outputs)
 
             if not is_streaming:
-                self.manager.register_result_handler(name, hear)
+                self.manager.register_result_handler(name, receive)
             given = self.manager.add_request(prompt, name, streaming=is_streaming)
             if is_streaming:
-                self.manager.register_result_handler(given, hear)
+                self.manager.register_result_handler(given, receive)
             return await over
 
         async def ask_all():
@@ -252,7 +252,7 @@ def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streami
     assert clients.forgot_all()
 
 
-def test_a_stream_that_never_began_answers_nobody_else(nemotron, generator):
+def test_a_stream_that_never_began_answers_no_other_request(nemotron, generator):
     """Another client's request of the same name got the answer to its prompt."""
     prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
     contextvars.copy_context().run(_begin_a_stream, clients.manager, prompts[0], clients.settings)
@@ -268,7 +268,7 @@ def _begin_a_stream(manager, prompt, settings):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is_late):
+def test_a_stopped_manager_leaves_no_client_waiting(nemotron, generator, is_late):
     """The server stops one when another model is asked for; clients of the first never heard."""
     prompt, clients = tokens(generator, 9), Clients(nemotron)
     manager, runner = clients.manager, clients.runner
@@ -336,9 +336,9 @@ def test_requests_run_again_after_a_call_that_broke_off(
         return step(self)
 
     monkeypatch.setattr(Batcher, "step", broken)
-    [silent], heard = clients.ask(("silent", prompts[0], False), ("heard", prompts[1], True))
-    assert [len(output.generated_tokens) for output in heard] == [1, 2, 0]
-    assert "out of order" in heard[-1].error
+    [silent], streamed = clients.ask(("silent", prompts[0], False), ("streamed", prompts[1], True))
+    assert [len(output.generated_tokens) for output in streamed] == [1, 2, 0]
+    assert "out of order" in streamed[-1].error
     if len(breaks) == 1:
         assert (silent.error, silent.generated_tokens) == (None, nemotron.answer(prompts[0], 5))
     else:
@@ -382,15 +382,15 @@ def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator
     cache = nemotron.cache()
     with ExitStack() as other_thread:
 
-        def hear(*_):
+        def receive(*_):
             while replacements:
                 replace, *what = replacements.pop()
                 other_thread.enter_context(replace(cache.stats, *what))
 
-        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert answers(batch(cache, [prompt], streamer=receive)) == [nemotron.answer(prompt, 6)]
         assert not replacements
         key = cache._runner.fingerprint.key
-        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert answers(batch(cache, [prompt], streamer=receive)) == [nemotron.answer(prompt, 6)]
         assert cache._runner.fingerprint.key == key
     assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
     assert cache.stats().hits == 2

@@ -16,7 +16,7 @@ from transformers_rig import (
     BLOCK,
     GREEDY,
     VOCABULARY,
-    Ear,
+    RecordingStreamer,
     assert_same,
     budgets,
     cached,
@@ -379,7 +379,7 @@ def callbacks(act):
         return list(range(VOCABULARY))
 
     return {
-        "streamer": Ear(act),
+        "streamer": RecordingStreamer(act),
         "logits_processor": LogitsProcessorList([processor]),
         "stopping_criteria": [criterion],
         "prefix_allowed_tokens_fn": allowed,

@@ -39,7 +39,7 @@ def crowd(cache, generator, *, is_batch, count=6):
 
 
 @pytest.mark.parametrize("call", ["stats", "pins", "prefill", "unpin"])
-def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, generator, call):
+def test_an_expired_pin_holds_nothing_from_the_next_call_on(nemotron, generator, call):
     """Whatever it is, reads included."""
     cache, clock = small(nemotron)
     prompts = [tokens(generator, 2 * BLOCK + 1) for _ in range(2)]

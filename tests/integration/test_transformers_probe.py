@@ -87,8 +87,8 @@ def test_a_cache_that_is_made_with_few_digits_serves_what_the_model_answers(how,
         cache = make_cache(model)
         for ids in (prompt, join(prompt, text(generator, 5))):
             expected, actual = plain(model, ids), cached(cache, ids)
-            wanted, got = (torch.stack(each.logits).float() for each in (expected, actual))
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0.02)
+            without, found = (torch.stack(each.logits).float() for each in (expected, actual))
+            torch.testing.assert_close(found, without, rtol=0, atol=0.02)
     assert cache.stats().hits == 1
 
 
@@ -173,8 +173,8 @@ def test_large_states_that_round_much_are_no_fault():
 def assert_same_but_rounding(expected, actual):
     """With large weights logits are large too, so rounding is measured by their size."""
     assert torch.equal(actual.sequences, expected.sequences)
-    wanted = torch.stack(expected.logits)
-    difference = (torch.stack(actual.logits) - wanted).abs().max() / wanted.abs().max()
+    logits = torch.stack(expected.logits)
+    difference = (torch.stack(actual.logits) - logits).abs().max() / logits.abs().max()
     assert difference < 1e-5
 
 
@@ -221,7 +221,7 @@ def test_a_prompt_that_is_cached_whole_is_not_computed_at_all(clamping, generato
     assert past.get_seq_length() == 3 * BLOCK
 
 
-def test_a_state_that_no_cut_reaches_takes_nobodys_place(clamping, generator, monkeypatch):
+def test_a_state_that_no_cut_reaches_evicts_no_other(clamping, generator, monkeypatch):
     """It is where one token would be left; without capture nothing could be saved there."""
     room = budgets(make_cache(clamping), slots=2, blocks=40)
     monkeypatch.setattr(StateCapture, "during", lambda *_: contextlib.nullcontext(()))

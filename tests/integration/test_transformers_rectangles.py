@@ -115,8 +115,8 @@ class Rows:
                     kept = self.layout.views(
                         {n: t[:, slot : slot + 1] for n, t in saved.items()}
                     ).states
-                    wanted = self.alone(prompt, position)[0].states
-                    found += [off(a, b) for a, b in zip(kept, wanted, strict=True)]
+                    expected = self.alone(prompt, position)[0].states
+                    found += [off(a, b) for a, b in zip(kept, expected, strict=True)]
                 if memory.tokens:
                     blocks = tables[places[part.request_id], : -(-end // BLOCK)].long()
                     kv = self.context.kv_cache[:, :, blocks].flatten(0, 1).flatten(1, 2)[:, :end]
@@ -258,16 +258,16 @@ def test_a_scan_computes_each_row_as_alone(low, is_cut, monkeypatch, generator):
     assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
     for row, (size, own) in enumerate(zip(SIZES, ENDS, strict=True)):
         one = slice(row, row + 1)
-        state, outputs, wanted = states[one], [], []
+        state, outputs, expected = states[one], [], []
         for begin, end in itertools.pairwise([0, *(own if is_cut else []), size]):
             if begin < end:
                 own_part = {n: x[one, begin:end] for n, x in given.items()}
                 args, kwargs = call(**own_part, low=low, states=state)
                 part, state = mamba2_chunk_scan(*args, **kwargs)
                 outputs.append(part)
-            wanted.append(state)
+            expected.append(state)
         assert off(output[one, :size], torch.cat(outputs, 1)) < 1e-12
-        assert max(off(a[one], b) for a, b in zip(found, wanted, strict=True)) < 1e-12
+        assert max(off(a[one], b) for a, b in zip(found, expected, strict=True)) < 1e-12
 
 
 def test_a_scan_is_never_given_no_tokens(generator):
@@ -328,9 +328,9 @@ def test_a_convolutions_kernel_gets_tokens_whose_channels_lie_together(
         full = by_token(update, layer, run, *args, **options)
         if 0 in before:
             assert full.stride(1) == 1
-            wanted = torch.cat([before[0], args[0]], dim=-1)
-            assert torch.equal(full, wanted)
-            assert torch.equal(layer.conv_states[0], wanted[..., -before[0].shape[-1] :])
+            expected = torch.cat([before[0], args[0]], dim=-1)
+            assert torch.equal(full, expected)
+            assert torch.equal(layer.conv_states[0], expected[..., -before[0].shape[-1] :])
             seen.append(full.shape)
         return full
 
@@ -446,7 +446,7 @@ def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured
     assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 2), (2, 12)]
 
 
-def test_what_launches_cost_is_taken_from_forwards_as_most_are(generator, monkeypatch):
+def test_launch_costs_are_taken_from_usual_forwards(generator, monkeypatch):
     """Rows that are alike launch sooner: ragged ones were divided into too many forwards."""
     costs, now = graphs.RectangleCosts(torch.device("cuda")), [0.0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -474,8 +474,8 @@ def test_what_launches_cost_is_taken_from_forwards_as_most_are(generator, monkey
     for lengths in ([2 * BLOCK + 3], [2 * BLOCK + 3, BLOCK + 5], [3, 2]):
         batch(cache, prompts_of(generator, *lengths), max_new_tokens=1)
     kinds = {
-        (s.is_ragged, bool(s.num_checkpoints)): said
-        for said, s in zip(seen[::2], seen[1::2], strict=True)
+        (s.is_ragged, bool(s.num_checkpoints)): is_usual
+        for is_usual, s in zip(seen[::2], seen[1::2], strict=True)
     }
     assert kinds[True, True]
     assert not kinds[False, True]

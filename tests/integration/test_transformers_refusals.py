@@ -300,7 +300,7 @@ def test_a_closed_cache_is_of_no_use(model, prompt):
     assert not model._forward_pre_hooks
 
 
-def test_a_pipeline_is_told_that_a_cache_is_no_model(cache):
+def test_a_pipeline_refuses_a_cache_as_its_model(cache):
     for call in (
         lambda: transformers.pipeline(
             "text-generation", model=cache, tokenizer=make_tokenizer(CHATML)
@@ -316,7 +316,7 @@ def test_a_pipeline_is_told_that_a_cache_is_no_model(cache):
 # The library.
 
 
-def test_without_the_extra_its_name_is_told(model, monkeypatch):
+def test_without_the_extra_the_error_names_it(model, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[transformers\]'"):

@@ -133,7 +133,7 @@ def generated(model, ids, **options):
     return make_tokenizer(CHATML).decode(output[0, ids.shape[1] :])
 
 
-def said(answer):
+def text_of(answer):
     return answer.choices[0].message.content
 
 
@@ -152,7 +152,7 @@ def in_common(*prompts):
     return sum(takewhile(bool, same))
 
 
-def heard(stream):
+def drain(stream):
     """The text of a stream, and its usage."""
     chunks = list(stream)
     return "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].usage
@@ -179,12 +179,12 @@ def counted(server, folder):
 # Equal answers, and less work.
 
 
-def test_the_slots_policy_is_told_whether_a_chat_goes_on(each, monkeypatch):
+def test_the_slots_policy_receives_whether_a_chat_goes_on(each, monkeypatch):
     running, folder = each
-    told, on_request = [], AdaptiveSlotPolicy.on_request
+    received, on_request = [], AdaptiveSlotPolicy.on_request
 
     def watched(self, facts):
-        told.append((facts.will_continue, facts.source))
+        received.append((facts.will_continue, facts.source))
         return on_request(self, facts)
 
     running.chat(folder, "Get ready.")
@@ -195,15 +195,15 @@ def test_the_slots_policy_is_told_whether_a_chat_goes_on(each, monkeypatch):
     running.chat(folder, [*first, answer, {"role": "user", "content": "Another."}])
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     running.chat(folder, first, tools=[tool])
-    assert told == [(hint, "transformers server") for hint in (False, True, True)]
+    assert received == [(hint, "transformers server") for hint in (False, True, True)]
 
 
 def ask_chat(server, model, text, stream):
     """The text of an answer, and how many of its prompt's tokens were cached."""
     answer = server.chat(model, text, stream=stream)
-    said_text, usage = heard(answer) if stream else (said(answer), answer.usage)
+    answer_text, usage = drain(answer) if stream else (text_of(answer), answer.usage)
     assert usage.completion_tokens == NEW
-    return said_text, usage.prompt_tokens_details.cached_tokens
+    return answer_text, usage.prompt_tokens_details.cached_tokens
 
 
 def ask_prompt(server, model, text, stream):
@@ -245,23 +245,23 @@ def test_eight_clients_at_once(each, server, folders, references, words):
                 create = client.chat.completions.create
                 options = {"model": folder, "messages": chat, "max_tokens": NEW, "temperature": 0}
                 if number % 2:
-                    text, usage = heard(create(**options, stream=True))
+                    text, usage = drain(create(**options, stream=True))
                 else:
                     answer = create(**options)
-                    text, usage = said(answer), answer.usage
+                    text, usage = text_of(answer), answer.usage
                 turns.append((prompt_ids(chat), text, usage.prompt_tokens_details.cached_tokens))
                 chat += [{"role": "assistant", "content": text}]
                 chat += [{"role": "user", "content": "Go on."}]
         return turns
 
     others = [folders["other"], folders["llama"]]  # several models at once
-    expected = {name: said(server.chat(name, "Hello")) for name in others}
+    expected = {name: text_of(server.chat(name, "Hello")) for name in others}
     running.chat(folder, words(9))  # makes its cache
     before = running.served(folder).cache.stats()
     with ThreadPoolExecutor(8) as pool:
         answers = {name: pool.submit(server.chat, name, "Hello") for name in others}
         turns = list(pool.map(talk, range(8)))
-    assert {name: said(answer.result()) for name, answer in answers.items()} == expected
+    assert {name: text_of(answer.result()) for name, answer in answers.items()} == expected
     for ids, text, _ in (turn for chat in turns for turn in chat):
         assert text == generated(references["main"], ids)
     shared = in_common(*(chat[0][0][0].tolist() for chat in turns))
@@ -270,8 +270,8 @@ def test_eight_clients_at_once(each, server, folders, references, words):
     # The last token of an answer went through no forward.
     assert [c[1][2] for c in turns] == [reused(c[0][0].shape[1] + NEW) for c in turns]
     after = running.served(folder).cache.stats()
-    told = sum(turn[2] for chat in turns for turn in chat)
-    assert after.skipped_tokens - before.skipped_tokens == told
+    num_cached = sum(turn[2] for chat in turns for turn in chat)
+    assert after.skipped_tokens - before.skipped_tokens == num_cached
     running.check(folder)
     requests = f'mamba_cache_requests_total{{cache="{folder}@main"}}'
     assert f"{requests} {float(after.requests)}\n" in running.get("/metrics")
@@ -293,7 +293,7 @@ def test_a_client_that_goes_away_while_it_streams(each, references, words):
         while batcher is not None and batcher.num_unfinished:
             threading.Event().wait(0.01)
     assert len(counts) < 5000
-    assert said(answer) == expected
+    assert text_of(answer) == expected
     assert hit(answer) == reused(ids.shape[1])
     running.check(folder)
 
@@ -308,7 +308,7 @@ def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, wor
     options = {"generation_config": config}
     for number in range(2):
         answer = server.chat(main, question, seed=5, temperature=1, extra_body=options)
-        assert said(answer) == expected
+        assert text_of(answer) == expected
         assert hit(answer) == number * reused(prompt_ids(question).shape[1])
 
 
@@ -331,7 +331,7 @@ def test_users_and_headers_share_nothing(each, words):
     assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [0] * len(kinds)
     assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [length] * len(kinds)
     stream = {"stream": True, "user": "carol"}
-    assert heard(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
+    assert drain(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
 
 
 def test_digests_of_a_server_are_keyed(server, folders):
@@ -352,7 +352,7 @@ def test_stripped_reasoning_hits_up_to_where_it_is_missing(
     for _ in range(4):
         ids = prompt_ids(chat, template)[0].tolist()
         answer = server.chat(folders[name], chat)
-        assert said(answer) == generated(references[name], torch.tensor([ids]))
+        assert text_of(answer) == generated(references[name], torch.tensor([ids]))
         if earlier is None:
             assert hit(answer) == 0
         else:
@@ -454,9 +454,9 @@ def test_a_model_that_cannot_be_cached_is_served_with_one_warning(
     expected = generated(references["llama"], prompt_ids(question))
     for _ in range(2):
         answer = server.chat(folders["llama"], question)
-        assert said(answer) == expected
+        assert text_of(answer) == expected
         assert answer.usage.prompt_tokens_details is None
-    text, usage = heard(server.chat(folders["llama"], question, stream=True))
+    text, usage = drain(server.chat(folders["llama"], question, stream=True))
     assert (text, usage.prompt_tokens_details) == (expected, None)
     [warning] = warnings_in(caplog)
     assert re.search(
@@ -476,7 +476,7 @@ def test_a_request_that_a_cache_does_not_serve_goes_past_it(
     options = {"extra_body": {"generation_config": json.dumps(config)}, "stream": stream}
     for _ in range(2):
         answer = server.chat(main, question, temperature=None, **options)
-        text, usage = heard(answer) if stream else (said(answer), answer.usage)
+        text, usage = drain(answer) if stream else (text_of(answer), answer.usage)
         assert text == expected
         assert usage.prompt_tokens_details is None
     [warning] = warnings_in(caplog)
@@ -496,7 +496,7 @@ def test_weights_that_change_are_noticed_and_forgotten(
 ):
     other, question = folders["other"], words(100)
     before = generated(references["other"], prompt_ids(question))
-    assert said(server.chat(other, question)) == before
+    assert text_of(server.chat(other, question)) == before
     server.served(other)._said.clear()
     pair = [server.timed(other).model, references["other"]]
     kept = pair[0].lm_head.weight.detach().clone()
@@ -505,7 +505,7 @@ def test_weights_that_change_are_noticed_and_forgotten(
         changed = generated(references["other"], prompt_ids(question))
         assert changed != before
         answers = [server.chat(other, question, stream=stream) for _ in range(3)]
-        answers = [heard(one) if stream else (said(one), one.usage) for one in answers]
+        answers = [drain(one) if stream else (text_of(one), one.usage) for one in answers]
         assert [text for text, _ in answers] == [changed] * 3
         hits = [usage.prompt_tokens_details.cached_tokens for _, usage in answers]
         assert hits == [0] + [reused(prompt_ids(question).shape[1])] * 2
@@ -526,7 +526,7 @@ def test_a_model_that_is_cast_is_served_without_its_cache(
         for model in pair:
             model.bfloat16()
         expected = generated(references["stripping"], prompt_ids(question))
-        assert [said(server.chat(folder, question)) for _ in range(2)] == [expected] * 2
+        assert [text_of(server.chat(folder, question)) for _ in range(2)] == [expected] * 2
     finally:
         references["stripping"].float()
         server.timed(folder).delete_model()
@@ -547,7 +547,7 @@ def test_a_model_that_is_cast_while_it_is_batched_is_served_without_its_cache(
         expected = generated(references["opening"], prompt_ids(question, OPENING))
         status, text = batching.post(CHATS, body_of(CHATS, folder, question))
         assert (status, "bfloat16 now" in json.loads(text)["detail"]) == (500, True)
-        assert [said(batching.chat(folder, question)) for _ in range(2)] == [expected] * 2
+        assert [text_of(batching.chat(folder, question)) for _ in range(2)] == [expected] * 2
         assert '"ok"' in batching.get("/health")
     finally:
         references["opening"].float()
@@ -572,7 +572,7 @@ def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):
     server.chat(main, words(20))
     monkeypatch.setattr(model, "forward", fails)
     with pytest.raises(openai.APIError):
-        heard(server.chat(main, question, stream=True))
+        drain(server.chat(main, question, stream=True))
     monkeypatch.undo()
     assert len(calls) == 3
     server.check(main)
@@ -605,7 +605,7 @@ def test_one_field_configurations_fail_alone(batching, folders):
     """216 of wrong types, beside eight clients whose answers stay as they were."""
     server, folder = batching, folders["batched"]
     texts = [f"An innocent question, number {n}: {'y' * n}?" for n in range(8)]
-    expected = [said(server.chat(folder, text)) for text in texts]
+    expected = [text_of(server.chat(folder, text)) for text in texts]
     configs = [{field: value} for field in FIELDS for value in VALUES]
     assert len(configs) == 216
     is_over, rounds = threading.Event(), itertools.count()
@@ -613,7 +613,7 @@ def test_one_field_configurations_fail_alone(batching, folders):
     def innocent(number):
         found = set()
         while not is_over.is_set():
-            found.add(said(server.chat(folder, texts[number])))
+            found.add(text_of(server.chat(folder, texts[number])))
             next(rounds)
         return found
 
@@ -657,7 +657,7 @@ def test_one_field_configurations_fail_alone(batching, folders):
         ({"generation_config": '{"cache_implementation": "odd"}'}, "odd"),
     ],
 )
-def test_an_unservable_request_is_told_why(each, path, stream, fields, reason):
+def test_an_unservable_request_gets_the_reason(each, path, stream, fields, reason):
     running, folder = each
     answer = running.post(path, body_of(path, folder, **fields, stream=stream))
     assert (answer[0], reason in json.loads(answer[1])["detail"]) == (400, True), answer
@@ -666,20 +666,20 @@ def test_an_unservable_request_is_told_why(each, path, stream, fields, reason):
 
 
 @pytest.mark.parametrize("path", [CHATS, PROMPTS, RESPONSES])
-def test_the_server_does_not_say_that_it_ignores_the_user(server, folders, path, monkeypatch):
+def test_the_server_does_not_warn_that_it_ignores_the_user(server, folders, path, monkeypatch):
     """The user is the salt; of other fields it says so."""
-    told = []
-    monkeypatch.setattr(utils.logger, "warning_once", told.append)
+    messages = []
+    monkeypatch.setattr(utils.logger, "warning_once", messages.append)
     for more in ({}, {"truncation": "auto"} if path == RESPONSES else {"logprobs": None}):
         body = body_of(path, folders["main"], user="alice", **more)
         assert server.post(path, body)[0] == 200
-    assert [message for message in told if "user" in message] == []
-    assert len(told) == 1
+    assert [message for message in messages if "user" in message] == []
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHATS, PROMPTS, RESPONSES])
-def test_what_a_batch_cannot_serve_is_told_why(batching, folders, path, stream):
+def test_a_request_that_a_batch_cannot_serve_gets_the_reason(batching, folders, path, stream):
     """Prompts longer than the longest sequence, and options that need a call of their own."""
     for fields, reason in (
         ({"text": "x" * 200_000}, "max_sequence_length"),
@@ -732,7 +732,7 @@ def test_an_unloaded_model_gives_its_cache_back(each, folders, references, words
     """The thread that runs its batches kept both, beside those that were loaded next."""
     (running, folder), question = each, words(100)
     expected = generated(references["main"], prompt_ids(question))
-    assert said(running.chat(folder, question)) == expected
+    assert text_of(running.chat(folder, question)) == expected
     model = weakref.ref(running.timed(folder).model)
     store = weakref.ref(running.served(folder).cache._store)
     is_batched = folder == folders["batched"]
@@ -746,7 +746,7 @@ def test_an_unloaded_model_gives_its_cache_back(each, folders, references, words
     assert (model(), store()) == (None, None)
     assert folder not in running.get("/metrics")
     answers = [running.chat(folder, question) for _ in range(2)]  # it is loaded again
-    assert [said(one) for one in answers] == [expected] * 2
+    assert [text_of(one) for one in answers] == [expected] * 2
     assert [hit(one) for one in answers] == [0, reused(prompt_ids(question).shape[1])]
 
 
@@ -760,7 +760,7 @@ def test_a_model_that_is_unloaded_while_it_answers(server, folders, references, 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     assert hit(chunks[-1]) == 0
     answer = server.chat(other, question, max_tokens=60)
-    assert (said(answer), hit(answer)) == (expected, 0)
+    assert (text_of(answer), hit(answer)) == (expected, 0)
 
 
 def test_a_model_that_is_named_has_its_cache_before_the_first_request(server, folders):
@@ -788,9 +788,9 @@ def test_a_model_that_cannot_be_batched_is_served_request_by_request(batching, f
     for _ in range(2):
         answer = batching.chat(folders["windows"], "What is kept of a window? " * 8)
     assert hit(answer) > 0
-    told = [message for message in warnings_in(caplog) if "request by request" in message]
-    assert len(told) == 1
-    assert "sliding window" in told[0]
+    messages = [message for message in warnings_in(caplog) if "request by request" in message]
+    assert len(messages) == 1
+    assert "sliding window" in messages[0]
 
 
 # Installation.
@@ -828,7 +828,7 @@ def test_uninstalling_leaves_nothing(uninstalled):
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a number in"),
         ({"disk_cache_path": "cache"}, "disk_cache_path needs a host tier"),
@@ -844,8 +844,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),
     ],
 )
-def test_settings_that_no_model_could_have(uninstalled, setting, said):
-    with pytest.raises(InvalidArgumentError, match=said):
+def test_settings_that_no_model_could_have(uninstalled, setting, message):
+    with pytest.raises(InvalidArgumentError, match=message):
         serve.install(**{**SETTINGS, **setting})
     assert not installing._originals
 
@@ -874,7 +874,7 @@ def test_servers_share_a_store_and_answer_without_it(
     monkeypatch.setattr(tiering.Tiering, "_read_times", lambda self: None)
     for module in (lower, prefetch):
         monkeypatch.setattr(module, "time", ManualClock())
-    question, hits, said = words(100), [], []
+    question, hits, texts = words(100), [], []
     with valkey_server() as store:
         shared = {"store": f"valkey://127.0.0.1:{store.port}", "hash_secret": b"of both"}
         for is_alive in (True, True, False):
@@ -884,11 +884,11 @@ def test_servers_share_a_store_and_answer_without_it(
                 running = Server()
                 answer = running.chat(folders["main"], question)
                 hits.append(hit(answer))
-                said.append(answer.choices[0].message.content)
+                texts.append(answer.choices[0].message.content)
                 running.timed(folders["main"]).delete_model()
                 running.close()
     assert hits == [0, reused(prompt_ids(question).shape[1]), 0]
-    assert said[0] == said[1] == said[2]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_server_of_another_make_is_refused_whole(uninstalled, monkeypatch):
@@ -944,12 +944,12 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 
 warm_up = Batcher.warm_up
 
-def told(self, most):
+def announced(self, max_tokens):
     limits = self._scheduler.max_chunk_tokens, self._scheduler.max_requests
     sys.stderr.write(f"<{self.context.max_requests} rows, {limits}, {self._is_eager}>\\n")
-    warm_up(self, most)
+    warm_up(self, max_tokens)
 
-Batcher.warm_up = told
+Batcher.warm_up = announced
 run(sys.argv[1:])
 """
 
@@ -992,7 +992,7 @@ def test_the_command_serves(folders, references, words, options, batches, tmp_pa
         )
         with running.client:
             answers = [Server.chat(running, folders["main"], question) for _ in range(2)]
-        assert [said(one) for one in answers] == [expected] * 2
+        assert [text_of(one) for one in answers] == [expected] * 2
         assert [hit(one) for one in answers] == [0, reused(ids.shape[1])]
         process.send_signal(signal.SIGINT)
         drain.join()

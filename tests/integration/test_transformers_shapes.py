@@ -77,7 +77,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (LLAMA, "the model must have linear-attention layers"),
         ({"hidden_size": 32}, "must be a config.json that transformers reads"),
@@ -87,9 +87,9 @@ LLAMA = {
         ([1, 2], "must be a config.json that transformers reads"),
     ],
 )
-def test_what_cannot_be_read_is_named(config, said, tmp_path):
+def test_what_cannot_be_read_is_named(config, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(InvalidArgumentError, match=said):
+    with pytest.raises(InvalidArgumentError, match=message):
         load_shape(str(tmp_path))
 
 

@@ -266,19 +266,19 @@ def cached(cache: PrefixCache, ids: torch.Tensor, **options: object):
     return output
 
 
-class Ear:
+class RecordingStreamer:
     """A streamer that records its values, and acts at each value, at one value, or at the end."""
 
     def __init__(self, act=lambda: None, at: object = None) -> None:
-        self.heard, self._act, self._at = [], act, at
+        self.received, self._act, self._at = [], act, at
 
     def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.flatten().tolist())
-        if self._at in (None, len(self.heard)):
+        self.received.append(value.flatten().tolist())
+        if self._at in (None, len(self.received)):
             self._act()
 
     def end(self) -> None:
-        self.heard.append("end")
+        self.received.append("end")
         if self._at == "end":
             self._act()
 
