@@ -33,13 +33,13 @@ def ahead(monkeypatch):
 
 @pytest.fixture
 def either_way(seed, request):
-    """They do so with every other seed."""
+    """Batches begin ahead with every other seed."""
     if seed % 2:
         request.getfixturevalue("ahead")
 
 
 @pytest.fixture
 def prompt(generator):
-    """Four blocks and a little more."""
+    """A prompt of four blocks and a few tokens."""
     rig = importlib.import_module("transformers_rig")
     return rig.text(generator, 4 * rig.BLOCK + 3)

@@ -59,7 +59,7 @@ def test_a_plan_as_json(call):
 
 
 def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path):
-    """In the JSON: in GiB, to a thousandth, and they hold the slots and the blocks of the plan."""
+    """The JSON gives budgets in GiB, to a thousandth; they hold the plan's slots and blocks."""
     pytest.importorskip("transformers", reason="needs the extra transformers")
     config = {
         "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
@@ -153,7 +153,7 @@ def test_help_goes_to_stdout_names_what_options_take_and_fits_80_columns(
 
 
 def test_help_imports_no_torch():
-    """Nor does the package, before one of its names is used."""
+    """The package imports no torch either before one of its names is used."""
     code = (
         "import sys, mamba_cache, mamba_cache.cli.app as app\n"
         "try: app.run(['--help'])\n"
@@ -170,7 +170,7 @@ def test_version(call):
 
 @pytest.fixture
 def trace(tmp_path):
-    """The path of a trace: one prompt twice, of a block and a part of one."""
+    """The path of a trace: one prompt of a block and a part of a block, twice."""
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [4, 5]}
     path.write_text(2 * (json.dumps(line) + "\n"), encoding="utf-8")
@@ -199,7 +199,7 @@ def test_a_replay_that_finds_no_room_exits_with_1(call, trace):
 
 
 def test_a_long_replay_prints_its_progress_on_stderr(call, trace, monkeypatch):
-    """It was silent for 20 minutes. The clock is read once and then before each request."""
+    """Long replays printed nothing for 20 minutes. The clock is read once, then at each request."""
     monkeypatch.setattr(replay, "_PROGRESS_SECONDS", 0.0)
     code, _, err = call("replay", trace, "--policy", "lru", "--slots", "5,unlimited")
     assert (code, err.splitlines()) == (0, [

@@ -15,7 +15,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 def content(path: Path) -> tuple[list[str], list[str]]:
-    """What a figure says, and the data it was drawn from; other versions set it otherwise."""
+    """The text and data of a figure; other versions of matplotlib lay it out otherwise."""
     svg = path.read_text(encoding="utf-8")
     texts = re.findall(r"<text[^>]*>(.*?)</text>", svg, flags=re.DOTALL)
     return texts, re.findall(r"[\w.-]+ sha256:\w+", svg)

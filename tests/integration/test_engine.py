@@ -1,4 +1,4 @@
-"""The same tokens with the cache and without, whatever else the engine has to do."""
+"""The engine gives the same tokens with the cache and without, under preemption, drafts, ..."""
 
 from functools import partial
 
@@ -59,7 +59,7 @@ def test_requests_that_outgrow_memory_together_are_preempted_and_resume(rng, max
 
 
 class Oracle:
-    """Knows how some sequences go on: prompts with their answers."""
+    """A drafter that looks up continuations: prompts with their answers."""
 
     def __init__(self, known):
         self.known = known
@@ -88,7 +88,7 @@ def test_right_drafts_save_steps(rng):
 
 def test_without_drafts_a_step_brings_a_token(rng):
     def never():
-        raise AssertionError("nobody can use drafts")
+        raise AssertionError("no request can use drafts")
 
     engine = make_engine(drafter=never)
     run_together(engine, [draw_prompt(rng, 9), draw_prompt(rng, 3)], greedy(5))
@@ -96,9 +96,9 @@ def test_without_drafts_a_step_brings_a_token(rng):
 
 
 def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
-    """The model's own answers, given to it as parts of the prompts, are looked up.
+    """Prompts hold the model's own answers, and drafts are looked up in the prompts.
 
-    One in some tens of them never comes back to what it said: of eight, some do.
+    A few per cent of the answers never repeat themselves; of eight, some do.
     """
     prompts = [draw_prompt(rng, 5) for _ in range(8)]
     plain = make_engine(enable_prefix_caching=False)
@@ -113,7 +113,7 @@ def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
 
 
 def test_drafts_take_no_block_from_another_request(rng):
-    """Each stops within its block, so nobody is preempted for a draft that lies behind it."""
+    """Drafts end at the end of a block, so no request is preempted for the room of a draft."""
     prompts = [draw_prompt(rng, BLOCK - 3) for _ in range(2)]
     stops = [alone(prompt, greedy(3))[-1] for prompt in prompts]
     sampling = SamplingParams(max_new_tokens=12, stop_tokens=stops)

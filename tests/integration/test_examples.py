@@ -1,4 +1,4 @@
-"""Examples print what the documentation shows of them, and do what they are there for."""
+"""Examples print the output that the documentation shows, and skip what they claim to skip."""
 
 import contextlib
 import io
@@ -49,7 +49,7 @@ def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
     skipped = [int(turn[2]) for turn in turns]
     block = chat.BLOCK_SIZE_TOKENS
     for turn in range(1, len(turns)):
-        # The last token of an answer is not computed in its turn, so neither is its block then.
+        # The last token of an answer is not computed in its turn, so its block is not full then.
         said_before = prompts[turn - 1] + chat.NEW_TOKENS - 1
         assert skipped[turn] == said_before // block * block
 
@@ -160,9 +160,9 @@ def model():
 
 @pytest.fixture
 def make_engine(model, rng):
-    """Makes engines that are asked the same, given blocks, a cache or none, and settings.
+    """Makes engines for the same requests, with given blocks, with or without a cache.
 
-    Some prompts share a beginning of up to two blocks; all grow into another while decoding.
+    Some prompts share a beginning of up to two blocks; all grow by a block while decoding.
     """
     example, shared = load_example("embed_in_your_engine"), rng.integers(0, 256, 128).tolist()
     prompts = [shared + rng.integers(0, 256, n).tolist() for n in (250, 120, 180, 62, 190)]

@@ -12,7 +12,7 @@ from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.reference.no_model import NoModel, count_as_computed
 
 BLOCK = 16
-WARM_UP, REQUESTS = 8_000, 20_000  # the policy fills what it remembers first
+WARM_UP, REQUESTS = 8_000, 20_000  # the policy first fills its own tables
 PAGE = 4096
 
 
@@ -39,7 +39,7 @@ def serve(context, rng, number):
 
 
 def measure():
-    """Return objects that Python allocated, those of them it tracks, and resident bytes."""
+    """Return the number of allocated objects, of GC-tracked objects, and resident bytes."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
     return sys.getallocatedblocks(), len(gc.get_objects()), resident

@@ -74,7 +74,7 @@ class DynamicInferenceContext:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Puts a stand-in of Megatron Core on the path, and everything back afterwards."""
+    """Puts a stand-in for Megatron Core on the path, and restores path and modules afterwards."""
 
     def write(allocator=ALLOCATOR, context=CONTEXT, *, version="9.9"):
         folder = tmp_path / Path(*CONTEXTS.split("."))
@@ -120,7 +120,7 @@ def test_contexts_use_this_packages_slots(write, first):
 
 
 def test_uninstalling_gives_every_module_its_own_back(write):
-    """Whoever is installed twice is uninstalled once, and a ``with`` leaves things as they were."""
+    """Two installs need one uninstall, and a ``with`` restores the state before it."""
     write()
     before = load("mamba_slot_allocator")
     own = (before.MambaSlotAllocator, before.MambaSlotCapacityError)

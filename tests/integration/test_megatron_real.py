@@ -1,7 +1,7 @@
 """This package's slots in real contexts of Megatron Core, step by step.
 
 The wheels come from the folder that MEGATRON_WHEELS names (tests/engines/megatron.sh fetches them).
-What a real context asks of CUDA, the host answers, but in a last class of tests for a device.
+Stubs on the host replace CUDA calls, except in a last class of tests for a device.
 """
 
 import re
@@ -37,7 +37,7 @@ FOUND = find_wheels()
 VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.items()}
 
 SKIPPED = [0, 0, 3 * BLOCK, 2 * BLOCK, BLOCK, 0]
-"""What the requests of ``megatron_steps`` skip: a branch, a prompt's end, and one block less."""
+"""Tokens that requests of ``megatron_steps`` skip: a branch, a prompt's end, one block less."""
 
 pytestmark = [
     pytest.mark.engine,
@@ -56,7 +56,7 @@ def imported(request, tmp_path_factory):
 
 @pytest.fixture
 def core(imported):
-    """The same, where the host answers for CUDA; Megatron has its own slots."""
+    """Megatron Core with its own slots and with stubs on the host in place of CUDA."""
     with host_for_cuda():
         yield imported
     megatron.uninstall()
@@ -96,7 +96,7 @@ def serve(core, generator):
 
 
 def own_server(core, generator, **options):
-    """Makes one over Megatron's own slots."""
+    """Makes a server over Megatron's own slots."""
     server = Server(core, generator, **options)
     assert type(server.slots).__module__.startswith("megatron.")
     return server
@@ -111,9 +111,9 @@ def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, ge
 
 
 def tables(server):
-    """Returns all that the context and its slots say of themselves, as values.
+    """Returns the state of the context and its slots as comparable values.
 
-    Which slot and which block something has is left open: whoever allocates may choose.
+    Ids of slots and blocks are left out: allocators may choose different ones.
     """
     context, slots = server.context, server.slots
     rows = range(context.paused_request_count, context.total_request_count)
@@ -198,7 +198,7 @@ def test_the_steps_notice_slots_that_are_broken(core, serve, generator, monkeypa
 
 
 def test_the_scratch_has_the_rows_that_the_forward_writes(core, serve):
-    server = serve(max_requests=8)  # 24 by requests, and 16 by tokens, which is less
+    server = serve(max_requests=8)  # 24 by requests, 16 by tokens: the lower counts
     metadata = server.context.mamba_metadata
     assert server.slots.max_intermediate_count == metadata.max_intermediate_count
     assert server.slots.max_intermediate_count == 16
@@ -219,7 +219,7 @@ def test_a_prompt_in_pieces(serve, generator, rest):
 
 
 def test_a_later_piece_skips_nothing_that_is_cached_of_it(serve, generator):
-    """Megatron skips by keys and values there, and computes the rest on the state before them."""
+    """Megatron skips by its KV match there, and computes the rest on the state before the match."""
     server = serve(chunked=True)
     prompt = random_tokens(generator, 3 * BLOCK + 5)
     server.serve(prompt)
@@ -272,7 +272,7 @@ def test_a_prompt_that_would_leave_one_token_resumes_from_a_saved_state(core, se
         server.step()
         return skipped
 
-    # Megatron's own goes back to a block without a state, and starts from zeros there.
+    # Megatron's own slots go back to a block without a state, and start from zeros there.
     with pytest.raises(AssertionError, match="request 0"):
         again(own_server(core, generator))
     assert again(serve()) == 0
@@ -340,9 +340,9 @@ def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore")  # Megatron's, of what it would need for training
+@pytest.mark.filterwarnings("ignore")  # Megatron warns of packages for training
 class TestOnADevice:
-    """Nothing is stood in for."""
+    """Nothing is stubbed."""
 
     @pytest.fixture
     def core(self, imported):

@@ -1,7 +1,7 @@
-"""Blocks of Python on the pages: they name what there is, and those of four pages run, in order.
+"""Blocks of Python on the pages: their names exist, and the blocks of four pages run, in order.
 
-What a reader has already (a model, a context, prompts) the tests supply; what is this package's the
-page must import. Budgets of a GPU, ports and paths are exchanged. Blocks with output (`testcode`)
+The tests supply a reader's own objects (a model, a context, prompts); the page must import the
+package's names. Budgets of a GPU, ports and paths are exchanged. Blocks with output (`testcode`)
 are Sphinx's.
 """
 
@@ -27,7 +27,7 @@ def is_of_the_package(value: object) -> bool:
 
 
 def check_names(code: str, names: dict[str, object], kinds: dict[str, type]) -> None:
-    """Imports must be there, and so must methods and keywords of what is imported."""
+    """Check that imports exist, and methods and keywords of the imported names."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mamba_cache"):
@@ -75,7 +75,7 @@ def test_what_is_not_there_is_noticed(code: str) -> None:
 
 
 class Page:
-    """A page whose blocks run one after the other, for a reader who began above."""
+    """A page whose blocks run one after the other in one namespace."""
 
     def __init__(self, path: str, /, **names: object) -> None:
         assert [key for key, value in names.items() if is_of_the_package(value)] == []
@@ -88,7 +88,7 @@ class Page:
                     self._execute(ast.unparse(line))
 
     def run(self, exchanged: dict[str, str] | None = None) -> SimpleNamespace:
-        """Runs the next block with some of its text exchanged; returns the names by then."""
+        """Runs the next block with some of its text exchanged; returns the namespace after it."""
         code = self._left.pop(0)
         for old, new in (exchanged or {}).items():
             assert old in code
@@ -105,7 +105,7 @@ class Page:
 
 @pytest.fixture
 def page() -> Iterator[Callable[..., Page]]:
-    """Opens a page, all of whose blocks must have been run in the end."""
+    """Opens a page; at the end of the test all its blocks must have run."""
     opened: list[Page] = []
 
     def open_page(path: str, /, **names: object) -> Page:
@@ -121,19 +121,19 @@ def page() -> Iterator[Callable[..., Page]]:
 
 
 def small(*settings: str) -> dict[str, str]:
-    """Budgets of a GPU, exchanged for those of a tiny model."""
+    """Replace budgets of a GPU by budgets of a tiny model."""
     return {setting: re.sub(r"=\d+", "=0.01", setting) for setting in settings}
 
 
 class Encoding(dict):
-    """What a tokenizer returns; all of it is on the CPU."""
+    """The result of a tokenizer, on the CPU."""
 
     def to(self, device: object) -> "Encoding":
         return self
 
 
 class Tokenizer:
-    """A word a token, as far as the pages go."""
+    """A tokenizer with one token per word, with the methods that the pages use."""
 
     def __call__(self, text: str, return_tensors: str | None = None, **_: object) -> dict:
         ids = [3 + len(word) for word in text.split()]

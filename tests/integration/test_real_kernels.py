@@ -117,7 +117,7 @@ def megatron_scan(
 
 
 def updating(null_block_id):
-    """Makes a decode step that skips rows with a number, as that of a package does."""
+    """Makes a decode step that skips rows with a given number, as kernels of packages do."""
 
     def update(states, x, dt, A, B, C, D, dt_bias, dt_softplus, rows):
         assert dt_softplus
@@ -162,7 +162,7 @@ def test_functions_of_both_signatures_compute_the_same(example, reference, scan,
 
 
 def test_padding_of_vllm_would_leave_the_first_row_out(example, reference):
-    """As its default does: row 0 is a request's here."""
+    """vLLM pads with row 0 by default; row 0 belongs to a request here."""
 
     def by_default(*arguments, null_block_id=0, out=None, **options):
         vllm_update(*arguments, null_block_id=0, out=out, **options)
@@ -193,7 +193,7 @@ ENDS = {version: WHEEL[version] for version in sorted({*list(WHEEL)[:1], *list(W
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestMegatron:
-    """The kernels of its wheels, in Triton's interpreter: slow, so the model has few heads."""
+    """Kernels of Megatron's wheels in Triton's interpreter: slow, so the model has few heads."""
 
     SHAPE = replace(SHAPE, mamba_num_heads=2, num_groups=1)
 
@@ -201,7 +201,7 @@ class TestMegatron:
     def kernels(self, request, example, tmp_path_factory):
         assert WHEEL, f"{WHEELS} must name a folder with wheels"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MAMBA_DETERMINISTIC", "1")  # it tunes its kernels with a driver otherwise
+            patch.setenv("MAMBA_DETERMINISTIC", "1")  # autotuning needs a driver
             patch.setattr(torch.cuda, "device", lambda index: nullcontext())
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
             with megatron_core(ENDS[request.param], tmp_path_factory.mktemp("megatron")):

@@ -1,4 +1,4 @@
-"""What one process has computed another one skips, over a disk and real stores.
+"""A process skips the tokens that another one has computed, over a disk and real stores.
 
 The stores need servers: tests/engines/stores.sh.
 """
@@ -53,7 +53,7 @@ class Process:
         return json.loads(self._process.stdout.readline())
 
     def end(self):
-        """End it; what its store tier did."""
+        """End the process; return its store tier's counters."""
         output, _ = self._process.communicate()
         assert self._process.returncode == 0
         return json.loads(output)
@@ -74,7 +74,7 @@ def process(where, *seeds):
 
 
 def test_a_second_process_skips_what_the_first_computed_with_equal_tokens(tmp_path) -> None:
-    """At least 95% of the prompts' tokens, and at once: before it has computed anything itself."""
+    """At least 95% of the prompts' tokens, before the second process has computed anything."""
     engine = make_engine(tmp_path)
     first, skipped = run(engine, 1)
     engine.context.close()
@@ -89,7 +89,7 @@ def test_a_second_process_skips_what_the_first_computed_with_equal_tokens(tmp_pa
 
 
 def test_what_is_used_once_is_not_written_by_default(tmp_path) -> None:
-    """At the second use it is: with the default setting, all of it after the same prompts again."""
+    """An entry is written at its second use: here when all prompts have come twice."""
     first = make_engine(tmp_path, write_on_use=2)
     run(first, 1)
     assert first.context.disk_tier.flush()
@@ -147,7 +147,7 @@ class Remembering:
         return getattr(self._store, name)
 
     def damage(self):
-        """Turn the bits of every chunk; headers stay as they are."""
+        """Invert the bits of every chunk; headers keep theirs."""
         for name in self.names:
             if name.count("/") == 6:
                 buffer = bytearray(2**21)

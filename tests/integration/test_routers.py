@@ -20,13 +20,13 @@ POINTS = 0.03
 
 @pytest.fixture(scope="module")
 def one_replica():
-    """One replica with the memory of both."""
+    """Rates of one replica with the memory of both."""
     return run(two.RoundRobin, LOAD, 1, **TWICE)
 
 
 @pytest.fixture(scope="module")
 def round_robin():
-    """Both replicas in turn."""
+    """Rates when both replicas are used in turn."""
     return run(two.RoundRobin, LOAD, **SIZES)
 
 
@@ -43,7 +43,7 @@ def test_predictions_are_true_and_two_replicas_hit_as_one_with_twice_the_memory(
     print(kind.name, rates, "right:", two.right_predictions(answers))
     assert two.right_predictions(answers) >= 0.99
     assert rates["router"] >= rates["one replica"] - POINTS
-    assert rates["round robin"] < rates["one replica"] - POINTS  # or nothing was shown
+    assert rates["round robin"] < rates["one replica"] - POINTS  # else the comparison shows nothing
     assert len({answer.replica for answer in answers}) == 2
     texts = [[answer.tokens for answer in each] for each in (answers, one_replica, round_robin)]
     assert texts[0] == texts[1] == texts[2]
@@ -61,7 +61,7 @@ def test_resident_blocks_without_their_states_mislead_a_router_and_reachable_one
 
 
 class Service:
-    """Dynamo's service, and what it credits one cache with."""
+    """Dynamo's service, and the blocks that it credits one cache with."""
 
     def __init__(self, publisher):
         running = [{"url": "http://w", "events": publisher.endpoint}]
@@ -79,14 +79,14 @@ class Service:
 
 
 class Prompts:
-    """Prompts that could once use something, and what they can use now."""
+    """Prompts that had cached blocks at some time, and the blocks they have now."""
 
     def __init__(self, cache, mode):
         self._cache, self._mode = cache, mode
         self._seen = set()
 
     def worths(self):
-        """Each prompt with the blocks that it can use, by the definition."""
+        """Each prompt with its number of cached blocks, computed from the definition."""
         published = self._cache.expected(self._mode)[0]
         for block_hash in published:
             tokens, at = [], block_hash
@@ -104,7 +104,7 @@ class Prompts:
             yield list(tokens), worth
 
     def wait_until_credited(self, service):
-        """Wait until a router credits each with just that."""
+        """Wait until a router credits each prompt with exactly its cached blocks."""
         for _ in range(200):
             worths = list(self.worths())
             if all(service.credit(tokens) == worth for tokens, worth in worths):
@@ -132,7 +132,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
         socket, lost = publisher._pub, []
 
         class Lossy:
-            """Has every third batch go astray."""
+            """A publisher that loses every third batch."""
 
             def send_multipart(self, frames):
                 lost.append(frames)
@@ -160,7 +160,7 @@ def test_a_router_forgets_the_blocks_of_the_process_before_at_the_same_address()
         stack.callback(service.router.close)
         Prompts(first, "reachable").wait_until_credited(service)
         assert service.credit([1] * 32) == 8
-        old._send = lambda events: None  # it dies, and tells nobody
+        old._send = lambda events: None  # it dies without a last event
         old.close()
         new = stack.enter_context(EventPublisher(old.endpoint, replay_endpoint=old.replay_endpoint))
         new.watch(second)

@@ -64,7 +64,7 @@ def test_a_hit_equals_a_miss(model, chunk_tokens):
 
 
 def test_a_layer_that_hands_nothing_over_is_named():
-    """Its kind too, and no state is published."""
+    """The warning names the layer's kind too, and no state is published."""
 
     class Forgetful(KindsModel):
         def _hand_over(self, layer, place, *rest):
@@ -191,7 +191,7 @@ def test_captured_layers_are_numbered_through_the_kinds():
 
 
 def test_int8_is_for_the_tensors_that_are_named():
-    """In every slot, stored from live rows or from a checkpoint; all others keep their bits."""
+    """Named tensors are int8 in every slot, saved from live rows or extracted; others are exact."""
     model = KindsModel("GMR*C")
     names = ("gdn.recurrent", "rwkv7.wkv")
     config = make_config(slot_quantization="int8", quantized_tensors=names)

@@ -1,4 +1,4 @@
-"""What every store must do, with real servers where there are some (tests/engines/stores.sh).
+"""The contract of stores, with real servers where installed (tests/engines/stores.sh).
 
 The checks are functions of a store: stores that are wrong on purpose show that each can fail.
 """
@@ -99,7 +99,7 @@ def put(store, blobs):
 
 
 def remove(store, keys):
-    """Mooncake keeps what was read or asked for until its lease is over."""
+    """Mooncake keeps entries that were read or looked up until their lease ends."""
     for _ in range(500):
         faults = store.remove(keys)
         if StoreFault.LEASED not in faults:
@@ -168,7 +168,7 @@ class Overwriting(MemoryStore):
 
 
 class Inventive(MemoryStore):
-    """Finds what it does not have."""
+    """A store that finds keys it does not have."""
 
     def _get(self, key, buffer):
         size = super()._get(key, buffer)
@@ -272,7 +272,7 @@ def test_a_closed_store_says_so(store):
 
 
 def test_closing_while_calls_run_ends_them_well(store, prefix):
-    """After its own close, Mooncake ends the process if it is called."""
+    """Mooncake ends the process if it is called after its own close."""
     memory = np.zeros((8, 2**20), np.uint8)
     begun = threading.Barrier(5)
 
@@ -305,7 +305,7 @@ def test_two_processes_worth_of_clients_share(kind, opened, rng, prefix):
 
 
 def call_all(store):
-    """What each call answers of one key that nobody has, and the health."""
+    """The answer of each call for one missing key, and the health."""
     buffer = np.zeros(10, np.uint8).data
     calls = (
         store.exists_many(["gone"]),
@@ -484,7 +484,7 @@ def test_a_dead_mooncake_master_is_unreachable_and_comes_back():
         assert health.fault is StoreFault.UNREACHABLE
         master.start()
         buffer = np.ones(10, np.uint8).data
-        for _ in range(3000):  # it pings the master every second, and gives it its segment anew
+        for _ in range(3000):  # each second it pings the master and registers its segment
             store.put_many(["k"], [buffer])
             if store.exists_many(["k"]) == [None]:
                 break
@@ -506,7 +506,7 @@ def test_a_mooncake_store_whose_master_is_not_there_yet():
 
 @pytest.mark.engine
 def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
-    """Mooncake's own attempt to connect would, with all threads, for as long as it stands still."""
+    """Mooncake's own connect blocks all threads for as long as the master is stopped."""
     with mooncake_master() as master:
         master.pause()
         store = open_store(f"mooncake://{LOOPBACK}:{master.port}?connect=0.1&segment=16MiB")
@@ -521,7 +521,7 @@ def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
 
 @pytest.mark.engine
 def test_a_full_mooncake(rng):
-    """What was just asked for has a lease, so that nothing is evicted for more."""
+    """Entries just looked up have a lease, so nothing can be evicted for new ones."""
     with mooncake_master("60s") as master:
         store = open_store(f"mooncake://{LOOPBACK}:{master.port}?segment=32MiB")
         blobs = blobs_of(rng, "k", (2**20,) * 24)
@@ -567,7 +567,7 @@ signal.pause()
 
 @contextlib.contextmanager
 def mooncake_holder(master, log, ports):
-    """A process that gives memory, and its port, of few; none if it found none that is free."""
+    """A process that gives memory, and its port of a few; None if no port is free."""
     own = {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[-1])}
     with log.open("w") as stderr:
         holder = subprocess.Popen(
@@ -588,7 +588,7 @@ def mooncake_holder(master, log, ports):
 
 @pytest.mark.engine
 def test_a_mooncake_holder_on_the_port_of_a_dead_one_is_written_to(rng, tmp_path):
-    """What Mooncake knows of a port is of the dead one, for ever if it does not look anew."""
+    """Mooncake caches a port's metadata: of the dead holder, for ever if it is not read anew."""
     first = free_port() % 10_000 + 20_000
     seen, was_seen_before = set(), False
     with mooncake_master("1s", "--client_ttl=1") as master:

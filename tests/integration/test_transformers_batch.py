@@ -1,4 +1,4 @@
-"""Batches of requests that come and go: each says what it says alone."""
+"""Batches of requests that come and go: each request gets the answer that it gets alone."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ FEW = ("nemotron_h", "qwen3_5", "mamba2")
 """Families of three kinds of states; tests/property/test_conversations.py takes all."""
 
 ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
-"""What transformers wants for several answers to a prompt, and which is as greedy as can be."""
+"""Sampling, which transformers needs for several answers to a prompt, as greedy as possible."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def alike(generator, *lengths, stem=3 * BLOCK):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
-    """Hits, rectangles, chunks and mixed lengths; the second time from the cache."""
+    """Covers hits, rectangles, chunks and mixed lengths; the second run hits the cache."""
     one = subject(name)
     cache = one.cache()
     prompts = [*alike(generator, 5, 9, 9, 1, 45), *(tokens(generator, n) for n in (3, 1, 17))]
@@ -54,7 +54,7 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
     first, skipped = cache.batch_stats(), cache.stats().skipped_tokens
     assert answers(batch(cache, prompts)) == expected
     second = cache.batch_stats()
-    assert skipped >= 4 * 3 * BLOCK  # one computed the stem, four waited for it
+    assert skipped >= 4 * 3 * BLOCK  # one request computed the stem, four waited for it
     assert first.rectangles >= 1
     assert second.prefill_tokens - first.prefill_tokens < 8 * (BLOCK + 1)
     assert cache.stats().unwritten_states == 0
@@ -146,7 +146,7 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator, request, w
 
 
 def test_rows_without_a_request_write_to_the_dummy_block_only(nemotron, generator):
-    """Of all keys and values a decode step changes those of the tokens that it computes."""
+    """A decode step changes only the keys and values of the tokens that it computes."""
     cache = nemotron.cache()
     batch(cache, [tokens(generator, 5)])
     batcher, written = cache._batcher, []
@@ -286,7 +286,7 @@ def test_other_threads_attend_as_usual_while_a_batch_is_computed(
 
 
 def failing(monkeypatch, *numbers):
-    """Have the steps of these numbers raise, after they have spoilt all live states."""
+    """Make the steps of these numbers raise after they have spoilt all live states."""
     compute, calls = Batcher._compute_decodes, []
 
     def fails(self, step):
@@ -305,7 +305,7 @@ def failing(monkeypatch, *numbers):
 def test_a_step_that_fails_is_taken_back_and_its_requests_go_on(
     cache, nemotron, generator, monkeypatch
 ):
-    """Also a prompt of which no chunk was in the step; tokens that were told are told once."""
+    """Also a prompt without a chunk in the step; streamed tokens are streamed once."""
     prompts = [tokens(generator, n) for n in (5, 3 * BLOCK + 2, 9)]
     calls = failing(monkeypatch, 3, 10, 17)
     received = {}
@@ -355,7 +355,7 @@ def test_attention_that_is_computed_otherwise_in_a_batch_is_noticed(nemotron, mo
 
 
 def test_rows_without_a_request_attend_to_nothing(nemotron, monkeypatch):
-    """Their place is -1, of which the kernel must not read a block table."""
+    """Their position is -1, and the kernel must not read a block table at -1."""
     right, seen = paged_attention_torch.paged_attention, []
 
     def noted(query, keys, values, tables, places, starts, lengths, scale):
@@ -369,7 +369,7 @@ def test_rows_without_a_request_attend_to_nothing(nemotron, monkeypatch):
     assert {length for place, length in seen if place >= 0} == {1}
 
 
-# What batches share with ``generate``: each goes on from what the other has cached.
+# Batches and ``generate`` share prefixes: each resumes from what the other has cached.
 
 alone = partial(answer, is_batch=False, count=6)
 

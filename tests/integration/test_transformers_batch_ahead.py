@@ -19,7 +19,7 @@ def draw(generator, *numbers):
 
 
 def settings(generator, one, prompt):
-    """How a prompt is answered: long and short, drawn, ended by a token, several times."""
+    """Settings of an answer: long and short, sampled, with an end token, several per prompt."""
     count = draw(generator, 1, 2, 5, BLOCK, 2 * BLOCK + 1)
     options = {"max_new_tokens": count, "eos_token_id": -1}
     kind = draw(generator, "greedy", "greedy", "ended", "drawn", "several", "processed")
@@ -37,7 +37,7 @@ def settings(generator, one, prompt):
 @pytest.mark.parametrize("is_scarce", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkeypatch):
-    """Also where requests are preempted whose newest token the device alone knows."""
+    """Also where a request is preempted while its newest token is only on the device."""
     one = subject(name)
     room = budgets(one.cache(), slots=16, blocks=17) if is_scarce and name != "mamba2" else {}
     stem = tokens(generator, 2 * BLOCK)
@@ -67,7 +67,7 @@ def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkey
 
 
 def test_batches_of_blocks_of_one_token_wait_for_each_step(ahead, generator):
-    """Two steps end two of them."""
+    """Two steps fill two blocks."""
     one, prompts = subject("qwen3_5"), [tokens(generator, length) for length in (1, 5)]
     cache = one.cache(block_size_tokens=1)
     found = answers(batch(cache, prompts, max_new_tokens=6))
@@ -75,7 +75,7 @@ def test_batches_of_blocks_of_one_token_wait_for_each_step(ahead, generator):
 
 
 def test_nothing_is_computed_past_the_lengths_of_answers(ahead, nemotron, generator, monkeypatch):
-    """What ends by its length is known beforehand."""
+    """Ends by length are known before the step."""
     cache = nemotron.cache()
     batch(cache, [[5, 6, 7]])
     before = cache.batch_stats()
@@ -99,7 +99,7 @@ def test_nothing_is_computed_past_the_lengths_of_answers(ahead, nemotron, genera
 
 
 def test_the_step_after_an_answers_end_is_discarded(ahead, nemotron, generator):
-    """Nothing of that is told, counted or findable."""
+    """The discarded token is not streamed, counted or findable."""
     cache, prompt = nemotron.cache(), tokens(generator, BLOCK + 3)
     whole = nemotron.answer(prompt, 2 * BLOCK)
     end = whole[BLOCK]
@@ -122,7 +122,7 @@ def test_the_step_after_an_answers_end_is_discarded(ahead, nemotron, generator):
 def test_a_request_may_be_ended_while_its_token_is_on_its_way(
     ahead, nemotron, generator, num_ended
 ):
-    """The server does so for clients that leave."""
+    """The server ends requests of clients that disconnect."""
     cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, 2 * BLOCK)]
     batch(cache, [[5, 6, 7]])
     batcher = cache._batcher
@@ -153,7 +153,7 @@ def test_a_request_may_be_ended_while_its_token_is_on_its_way(
 def test_requests_that_can_be_resumed_but_not_decoded_get_on(
     ahead, nemotron, generator, monkeypatch
 ):
-    """The step that failed lost the newest token of each, which was computed again for ever."""
+    """A failed step lost the newest token of each request, which was recomputed for ever."""
     cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, BLOCK + 3)]
     failed = []
 
@@ -199,7 +199,7 @@ def test_a_request_that_has_ended_does_not_fail_with_its_discarded_step(
 def test_a_first_token_is_not_decoded_though_the_request_before_it_is_gone(
     ahead, nemotron, generator
 ):
-    """Tokens of one step: one that is decoded, of a request that is ended, and a first one."""
+    """The step gives a decoded token, to a request that is ended, and a first token."""
     cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, BLOCK)]
     batch(cache, [[5, 6, 7]])
     batcher = cache._batcher

@@ -43,14 +43,14 @@ def settings(**changes):
 
 
 def drawing(own, seed, number):
-    """What the sampler reads of a request that has so many tokens of its answer."""
+    """The sampler's view of a request with so many answer tokens."""
     return SimpleNamespace(
         settings=own, seed=seed, answer=range(number), processors=None, num_late=0
     )
 
 
 def librarys_shares(logits, *warpers):
-    """What the library's processors leave of each token's probability."""
+    """Each token's probability after the library's processors."""
     return LogitsProcessorList(warpers)(None, logits.float().clone()).softmax(-1)
 
 
@@ -72,7 +72,7 @@ LIMITS = {
 
 @pytest.mark.parametrize("together", [False, True])
 def test_draws_follow_the_librarys_probabilities(generator, together):
-    """Of many draws each token comes as often as its probability says, other rows or not."""
+    """Over many draws each token's frequency is its probability, with and without other rows."""
     count = 4000
     logits = torch.randn(len(LIMITS), 13, generator=generator) * 2
     rows = [settings(**changes) for changes, _ in LIMITS.values()]
@@ -86,13 +86,13 @@ def test_draws_follow_the_librarys_probabilities(generator, together):
             assert set(found.nonzero().flatten().tolist()) <= set(
                 expected.nonzero().flatten().tolist()
             )
-            # The draws are the same in each run: this is no matter of luck.
+            # The seed is fixed, so the draws are the same in each run.
             assert (found - expected).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_rows_that_draw_and_rows_that_do_not(generator, limit):
-    """A row that draws among all tokens has those beside it drawn, too, unless they are kept."""
+    """A row that samples from all tokens makes rows beside it sample too, unless they are kept."""
     logits = torch.randn(30, 50, generator=generator)
     requests = [drawing(settings(is_greedy=True), 0, n) for n in range(28)]
     requests += [None, drawing(settings(top_k=limit), 3, 1)]
@@ -103,7 +103,7 @@ def test_rows_that_draw_and_rows_that_do_not(generator, limit):
 
 
 def test_a_row_without_limits_draws_the_same_beside_one_with_limits(generator):
-    """Beside those its tokens were sorted before the draw: the same seed gave other tokens."""
+    """Beside a limited row its tokens were sorted before the draw: one seed gave other tokens."""
     logits = torch.randn(40, 50, generator=generator)
     free = [drawing(settings(temperature=2.0), 3, number) for number in range(40)]
     mixed = [drawing(settings(top_k=5), 4, n) if n % 2 else free[n] for n in range(40)]
@@ -152,7 +152,7 @@ def test_seeds_of_a_call(cache, generator):
 
 @pytest.mark.parametrize("rows", [8, 2])
 def test_answers_to_one_prompt_differ_and_are_the_same_again(nemotron, generator, rows):
-    """Whether they are forks, or there was no room for them."""
+    """As forks, and computed again where there is no room for forks."""
     prompt = tokens(generator, 2 * BLOCK + 5)
     options = {**DRAWN, "num_return_sequences": 4, "seeds": 11, "max_new_tokens": 9}
     found = answers(batch(nemotron.cache(max_requests=rows), [prompt], **options))
@@ -265,7 +265,7 @@ def test_log_probabilities_of_what_was_chosen(cache, nemotron, generator):
 
 
 def test_an_answer_has_one_log_probability_for_each_token(cache, nemotron, generator, monkeypatch):
-    """A fork without room, computed again in its parent's step, had that of its first one twice."""
+    """A fork recomputed in its parent's step had its first token's log probability twice."""
     prompt = tokens(generator, 2 * BLOCK + 5)
     config = ContinuousBatchingConfig(return_logprobs=True)
     batch(cache, [tokens(generator, 5)])
@@ -288,7 +288,7 @@ def _raise(*_):
 
 
 def _raise_the_third_time(make):
-    """Processors are made once for each prompt to read the settings, and anew for its answer."""
+    """Processors are made once per prompt to read the settings, and again for its answer."""
     made = []
 
     def fails(*arguments):
@@ -314,7 +314,7 @@ FAILURES = {
 def test_what_fails_in_an_answer_fails_its_own_request(
     cache, nemotron, generator, tokenizer, monkeypatch, name
 ):
-    """Every answer of the call was lost in its error."""
+    """One answer's error lost every answer of the call."""
     options, streamer, kept = FAILURES[name]
     if name == "making processors":
         make = answer_settings._processors
@@ -329,7 +329,7 @@ def test_what_fails_in_an_answer_fails_its_own_request(
     assert message in first.error
     assert first.status.name == "FAILED"
     assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
-    if name != "a stop string":  # which is looked for in the first token
+    if name != "a stop string":  # stop strings are searched from the first token on
         assert first.generated_tokens == nemotron.answer(prompts[0], 4)[:kept]
     monkeypatch.undo()
     [again] = batch(cache, [prompts[0]])

@@ -1,4 +1,4 @@
-"""The prefix cache of a transformers model: what it promises."""
+"""The contract of the prefix cache of a transformers model."""
 
 import contextlib
 import gc
@@ -46,7 +46,7 @@ def _watch(_, args):
 
 @contextlib.contextmanager
 def watched_forwards(model):
-    """The (rows, tokens) of every forward, by the same hook each time: another is another key."""
+    """Yield the (rows, tokens) of every forward, always by one hook: a new hook changes the key."""
     _shapes.clear()
     hook = model.get_input_embeddings().register_forward_pre_hook(_watch)
     yield _shapes
@@ -84,7 +84,7 @@ def test_beams_cache_a_prompt_that_ends_with_a_block(model, cache, prompt, gener
 
 
 def test_rows_that_end_early_are_cached_to_their_end(model, cache, generator):
-    """What comes after an answer is padding, which is no part of the conversation."""
+    """Padding after an answer is no part of the conversation."""
     prompts = [text(generator, 2 * BLOCK - 2)[0].tolist() for _ in range(2)]
     alone = [plain(model, torch.tensor([p]), max_new_tokens=3 * BLOCK).sequences for p in prompts]
     eos = alone[0][0, 2 * BLOCK + 3].item()
@@ -127,7 +127,7 @@ def test_an_identical_prompt_computes_a_block_at_most(model, cache, prompt, leng
     [*(("nemotron_h", n) for n in (31, 32, 33, 95, 97)), ("qwen3_next", 64), ("lfm2", 64)],
 )
 def test_a_chat_and_a_prompt_that_come_again_compute_at_most_a_block_of_it(name, length, generator):
-    """By default that are 32 tokens, whatever the model's chunk."""
+    """A block has 32 tokens by default, for every chunk size of the model."""
     model = make_model(name)
     cache = PrefixCache(model, mamba_cache_gb=0.01, kv_cache_gb=0.01)
     assert cache.block_size_tokens == 32
@@ -157,7 +157,7 @@ def test_a_restored_state_is_the_saved_one_to_the_bit(model, cache, prompt):
 
 
 def test_another_default_device_changes_nothing(model, prompt):
-    """As engines set it; here one that holds no data."""
+    """Engines set a default device; the one here holds no data."""
     expected = make_cache(model).prefill(prompt[:, : 4 * BLOCK])
     with torch.device("meta"):
         past = make_cache(model).prefill(prompt[0, : 4 * BLOCK].tolist())
@@ -169,7 +169,7 @@ def test_another_default_device_changes_nothing(model, prompt):
 
 
 def test_the_callers_cache_is_his_own(model, cache, prompt):
-    """What he does with it changes nothing that is cached."""
+    """Changes that the caller makes to it leave the cached entries as they are."""
     past = cache.prefill(prompt[:, : 4 * BLOCK])
     for layer in past.layers:
         for state in getattr(layer, "recurrent_states", {}).values():
@@ -179,7 +179,7 @@ def test_the_callers_cache_is_his_own(model, cache, prompt):
 
 
 def test_a_model_that_was_loaded_from_files_is_cached(model, prompt, tmp_path):
-    """What the library keeps on it for saving it again is no foreign code."""
+    """Attributes that the library sets for a later save are no foreign code."""
     model.save_pretrained(tmp_path)
     cache = make_cache(AutoModelForCausalLM.from_pretrained(tmp_path))
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_a_prompt_longer_than_the_pool_is_cached_as_far_as_it_goes(model, cache,
 
 
 def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generator):
-    """A forward that runs out of memory tells how much is too much."""
+    """A forward that runs out of memory sets the length of the next parts."""
     cache = make_cache(model, segment_tokens=None, variant="watched")
     limit, lengths = 2 * BLOCK, []
 
@@ -232,7 +232,7 @@ def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generato
     assert lengths[:5] == [35, 16, 16, 3, 1]
     lengths.clear()
     cached(cache, text(generator, 35))
-    assert lengths[:3] == [16, 16, 3]  # it is remembered
+    assert lengths[:3] == [16, 16, 3]  # the limit is kept for later calls
     limit = 0
     with pytest.raises(torch.OutOfMemoryError):
         cached(cache, text(generator, 35))
@@ -274,7 +274,7 @@ def out_of_memory(*_, **__):
 
 @pytest.mark.parametrize("name", ["load", "save_state", "save_tokens"])
 def test_memory_that_runs_out_beside_the_model(model, cache, prompt, monkeypatch, name):
-    """A restore that fails says so once; what cannot be kept is not kept, and the answer stays."""
+    """A failed restore raises once; a failed save is skipped, and the answer stays."""
     expected = plain(model, prompt)
     cached(cache, prompt[:, :20])
     monkeypatch.setattr(cache._store.tensors, name, out_of_memory)
@@ -291,7 +291,7 @@ def test_memory_that_runs_out_beside_the_model(model, cache, prompt, monkeypatch
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 8])
 def test_a_conversation_goes_on_with_few_slots(model, cache, prompt, generator, slots):
-    """The state that a turn goes on from makes room for the one at its end."""
+    """The state that a turn resumed from is evicted for the one at the turn's end."""
     small = make_cache(model, **budgets(cache, slots=slots, blocks=40))
     turn = prompt[:, :9]
     for _ in range(5):
@@ -304,7 +304,7 @@ def test_a_conversation_goes_on_with_few_slots(model, cache, prompt, generator, 
 
 
 class Placement:
-    """Returns, or raises, what it is given."""
+    """A placement that returns its argument, or raises it."""
 
     given = (4 * BLOCK,)
 
@@ -316,7 +316,7 @@ class Placement:
 
 @pytest.mark.parametrize("given", [OSError("broken"), [None], [1.5]], ids=repr)
 def test_a_placement_that_raises_after_a_hit_holds_nothing(model, prompt, given):
-    """The blocks of the matched prefix were held by nobody, for ever."""
+    """The blocks of the matched prefix stayed held for ever."""
     placement = Placement()
     cache = make_cache(model, placement=placement)
     cached(cache, prompt)

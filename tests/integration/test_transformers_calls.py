@@ -1,4 +1,4 @@
-"""What a call of a prefix cache does beside the model's forward: no more than once what need be."""
+"""Work of a call beside the model's forward: each reading and copy at most once."""
 
 import re
 
@@ -22,7 +22,7 @@ from mamba_cache.integrations.transformers.options import OptionsReader
 
 
 def counted(monkeypatch, owner, name):
-    """Returns a list that grows with each call of a method."""
+    """Returns a list that gets an item at each call of a method."""
     calls, method = [], getattr(owner, name)
 
     def run(*args, **kwargs):
@@ -42,7 +42,7 @@ def test_the_same_options_again_are_not_joined_again(model, monkeypatch):
     first = reader.read({**options, "attention_mask": torch.ones(1, 3), "streamer": object()})
     again = reader.read({**options, "attention_mask": torch.ones(1, 9), "streamer": object()})
     assert len(joined) == 1
-    for _ in range(2):  # what cannot be compared is read each time
+    for _ in range(2):  # values that cannot be compared are read each time
         reader.read({"eos_token_id": torch.tensor([5, 6])})
     assert len(joined) == 3
     assert first.eos_token_ids == again.eos_token_ids == (5, 6)
@@ -101,7 +101,7 @@ def test_a_streamer_that_writes_to_the_first_token_changes_no_prompt(cache, mode
     class Writes(RecordingStreamer):
         def put(self, value):
             super().put(value)
-            if value.dim() == 1:  # what it hears of the prompt is the prompt itself
+            if value.dim() == 1:  # the value for the prompt is the prompt tensor itself
                 value.fill_(7)
 
     prompt = text(generator, 2 * BLOCK + 3)
@@ -124,7 +124,7 @@ def test_the_first_prompt_after_a_reset_waits_for_no_reading_of_the_weights(
 
 @pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
 def test_weights_may_change_while_nothing_is_cached(model, generator, weights_check):
-    """A cache that was just made or reset protects nothing."""
+    """A cache just made or reset has no entries that a change could invalidate."""
     cache = make_cache(model, weights_check=weights_check)
     prompt = text(generator, 2 * BLOCK + 3)
     for factor in (2, 0.5):

@@ -1,4 +1,4 @@
-"""States taken out of one forward: those that a forward which ends there would leave."""
+"""States captured inside one forward equal those of a forward that ends there."""
 
 import threading
 
@@ -16,7 +16,7 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import StatePool
 
 INSEPARABLE = ("zaya",)
-"""Families whose states are not what a function returns; their prompts are cut at checkpoints."""
+"""Families whose states no function returns; their prompts are cut at checkpoints."""
 
 IN_FLOAT32 = ("nemotron_h with experts", "kimi_linear", "bailing_hybrid")
 """Families whose routers cast to float32 in ways that are not undone here: these stay in it."""
@@ -39,7 +39,7 @@ def setting(request, monkeypatch):
 
 
 def rooms_for(layout, positions):
-    """Room full of NaN for the state at each position."""
+    """Tensors full of NaN to receive the state at each position."""
     saved = StatePool(layout.state_spec, len(positions), device="cpu").tensors
     for tensor in saved.values():
         tensor.fill_(float("nan"))
@@ -145,7 +145,7 @@ def test_a_forward_that_fails_leaves_everything_as_it_was(generator):
 
 
 def test_a_layer_that_hands_nothing_over_is_not_published(generator, monkeypatch):
-    """Its slot would hold what another prompt left there."""
+    """Its slot would hold the old state of another prompt."""
     model = make_model("nemotron_h")
     cache = make_cache(model, placement=EveryNthBlock(1))
 

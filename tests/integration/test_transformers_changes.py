@@ -1,4 +1,4 @@
-"""A model that changes between two calls: what the cache answers is the changed model's answer."""
+"""A model that changes between two calls: the cache gives the changed model's answer."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_sample_notices_changes_of_small_weights_too(name, generator):
 
 @pytest.mark.parametrize("size", [6, 24])
 def test_a_sliding_window_of_another_size_is_noticed(size, generator):
-    """A hit had the window that the cache was made with, and other logits than the model."""
+    """A hit used the window from the cache's construction, and its logits differed."""
     model = make_model("inkling")
     cache, prompt = make_cache(model), text(generator, 8 * BLOCK)
     cache.generate(prompt, **GREEDY)
@@ -69,7 +69,7 @@ def test_a_sliding_window_of_another_size_is_noticed(size, generator):
 
 @pytest.mark.parametrize("puts_before", [0, 3])
 def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_before):
-    """With the prompt, which a streamer hears before the first forward, or after some tokens."""
+    """It changes as the streamer gets the prompt, before any forward, or some tokens later."""
     model = make_model("nemotron_h")
     cache = make_cache(model)
     prompt = text(generator, 2 * BLOCK + 3)
@@ -86,7 +86,7 @@ def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_be
 
 @pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
 def test_what_a_multimodal_model_keeps_of_a_generation_is_no_weight(weights_check, generator):
-    """Its ``rope_deltas``: made anew by each generation, and others after an image."""
+    """``rope_deltas`` are set by each generation, and differ after an image."""
     model = make_multimodal_model()
     cache = make_cache(model, weights_check=weights_check)
     prompt = text(generator, 2 * BLOCK + 3)
@@ -104,7 +104,7 @@ def test_what_a_multimodal_model_keeps_of_a_generation_is_no_weight(weights_chec
 
 @pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
 def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(weights_check, generator):
-    """A module that counts its calls and keeps what it saw last, in a buffer and as it is."""
+    """A module counts its calls and keeps its last input, in a buffer and as an attribute."""
     model = make_model("nemotron_h")
     norm = norms(model)[0]
     norm.register_buffer("seen", torch.zeros(3), persistent=False)

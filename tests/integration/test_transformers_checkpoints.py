@@ -1,4 +1,4 @@
-"""States at positions that callers and chat templates name, kept the first time already."""
+"""States at positions that callers and chat templates name, saved at their first prompt."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ BOUNDARY = 3 * BLOCK
 
 @pytest.fixture(params=["nemotron_h", "zaya"], scope="module")
 def model(request):
-    """One whose states are captured inside a forward, and one whose prompts are cut in two."""
+    """A model whose states are captured inside a forward, and one whose prompts are cut in two."""
     return make_model(request.param)
 
 
@@ -113,7 +113,7 @@ def test_rows_may_have_positions_of_their_own(cache, generator, rows, options):
     cache.check_invariants()
     for row, positions in zip(prompts, named, strict=True):
         longest = max(positions, default=0)
-        # They part for certain: a token that happened to be the same would be one more to reuse.
+        # The prompts must differ here: an equal token by chance would be one more to reuse.
         parts = torch.tensor([[*row[: longest + 3], 3 + (row[longest + 3] + 1) % (VOCABULARY - 3)]])
         assert served(cache, join(parts, text(generator, 8)))[0] == longest
 
@@ -142,7 +142,7 @@ def test_positions_for_all_rows_count_their_own_tokens(model, cache, generator):
 
 
 def test_padding_that_generate_finds_by_itself_is_no_part_of_a_prompt(cache, users, generator):
-    """Positions then count what is left, and one beyond it is of no use."""
+    """Positions then count the tokens without padding; positions past them are ignored."""
     padded = join(torch.zeros(1, 6, dtype=torch.long), users[0])
     cache.generate(padded, checkpoints=[SYSTEM, padded.shape[1]], **GREEDY)
     cache.check_invariants()
@@ -197,13 +197,13 @@ TEMPLATES = {
         "{{ raise_exception('No user query found.') }}{% endif %}" + CHATML,
         MESSAGES, (1, 2, 3),
     ),
-    # What it puts after the last message alone is no part of the message.
+    # A suffix after the last message only is no part of the message.
     "closes the chat": (
         CHATML.replace("{% if add", "{% if not add_generation_prompt %}END{% endif %}{% if add"),
         MESSAGES, (0, 1, 2, 3),
     ),
     "has contents of parts": (PARTS, IN_PARTS, (0, 1, 2, 3)),
-    # Its last message is shown with it, and the same one later without.
+    # The last message is shown with its thought, earlier messages without.
     "strips what was thought before": (STRIPPING, [*THOUGHT, MESSAGES[3]], (0, 1, 3)),
 }  # fmt: skip
 
@@ -227,7 +227,7 @@ def test_a_template_that_leaves_a_message_out():
 
 
 def test_tokens_that_reach_into_the_next_message_are_left_out():
-    """Where a message ends in the middle of what is one token in the prompt."""
+    """A message ends inside a token of the prompt."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = make_tokenizer(template, merges=[("b", "c")])
     messages = [{"role": "user", "content": content} for content in ("aab", "caa", "b")]
@@ -253,11 +253,11 @@ def test_a_chat_is_found_again_by_where_its_messages_end(generator):
         assert hit == (ends[0] // BLOCK * BLOCK if number else 0)
 
 
-# Where other prompts part from a chat's, as a server names it.
+# Positions at which other prompts diverge from a chat's, as a server passes them.
 
 
 def parts_as_text(template, messages, **options):
-    """The prompt up to each position, and the prompt."""
+    """Return the prompt up to each position, and the prompt, as text."""
     tokenizer = make_tokenizer(template)
     options = {"add_generation_prompt": True, **options}
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
@@ -284,7 +284,7 @@ PARTINGS = {
     "where later turns are stripped": (STRIPPING, MESSAGES, None),
     "before what the next turn shows otherwise": (OPENING, MESSAGES[:2], "<think>\n"),
     "before it, in a longer chat": (OPENING, MESSAGES, "<think>\n"),
-    # What the next turn strips was in this prompt: they part at the answer that had it.
+    # The next turn strips a thought of this prompt: they diverge at the answer that had it.
     "at a thought that is shown until the next question": (
         OPENING.replace("not loop.last", "not messages[-1].role == 'tool'"), CALLED,
         "<think>Look",
@@ -313,7 +313,7 @@ def test_what_is_before_the_first_words_depends_on_the_options():
 
 
 def test_a_position_within_a_token_is_before_it():
-    """Where the prompt parts in the middle of what is one token in it."""
+    """The prompts diverge inside a token of the prompt."""
     template = (
         "{% for m in messages %}{{ m.content }}{% if not loop.last %}b{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}bcde{% endif %}"

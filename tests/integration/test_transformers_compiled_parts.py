@@ -13,7 +13,7 @@ FAMILIES = ("granite 4", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
-    """``compile`` traces and guards as always, and runs what it traced without a C++ compiler."""
+    """``compile`` traces and guards as usual, and runs the traced graph without a C++ compiler."""
     compile = torch.nn.Module.compile
 
     def trace(self, **options):
@@ -27,7 +27,7 @@ def traced(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_compiled_parts_answers_as_it_did(family, generator):
-    one = Subject(family)  # of its own: the model is changed
+    one = Subject(family)  # not shared: the model is changed
     stem = tokens(generator, 3 * BLOCK)
     prompts = [stem + tokens(generator, length) for length in (5, 9, 9, 30)]
     expected = [one.answer(prompt, 6) for prompt in prompts]

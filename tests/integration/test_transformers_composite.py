@@ -43,7 +43,7 @@ def prompts(generator):
 def test_generate(model, cache, prompts):
     for number, prompt in enumerate(prompts):
         expected = plain(model, prompt)
-        if number % 2:  # which leaves its own positions on the model
+        if number % 2:  # an image leaves its positions on the model
             generate_about_an_image(model)
         found = []
         count = skipped(cache, lambda ids=prompt, to=found: to.append(cached(cache, ids)))

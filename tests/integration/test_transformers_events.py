@@ -1,4 +1,4 @@
-"""What prefix caches of transformers tell routers, and the server's option for it."""
+"""KV events of transformers' prefix caches for routers, and the server's option for them."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
 
 def assert_true(cache, known):
-    """A subscriber's blocks and states are those that the cache finds, and all of them."""
+    """Check that a subscriber's blocks and states are exactly those that the cache finds."""
     store = cache._store
     key = store.tiers.key_for(cache._runner.fingerprint.key)
 
@@ -47,12 +47,12 @@ def assert_true(cache, known):
 
 
 def evicted(cache):
-    """Whether both KV blocks and slots were given up."""
+    """Return whether both KV blocks and slots were evicted."""
     return cache.stats().evicted_blocks and cache.stats().evicted_slots
 
 
 def test_blocks_of_batches_and_tiers_are_published(generator, monkeypatch):
-    """A subscriber's set is the cache's own, whoever made a block findable, or gave it up."""
+    """A subscriber's set equals the cache's, after publishing and eviction by any path."""
     probe = make_cache(make_model("granite 4"))
     room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_requests": 3}
     cache = make_cache(make_model("granite 4"), **room)
@@ -118,7 +118,7 @@ def test_salts_are_published_and_prompts_of_other_settings_are_not(generator):
 
 @pytest.fixture
 def endpoints():
-    """Endpoints that are free now."""
+    """Free endpoints."""
     with EventPublisher(**ANY) as publisher:
         return {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
 

@@ -1,4 +1,4 @@
-"""Every hybrid family of transformers: with the cache, what it generates without."""
+"""Every hybrid family of transformers: the same answers with the cache and without."""
 
 import functools
 
@@ -38,7 +38,7 @@ def test_prompts_that_share_prefixes(name, generator):
     answer, cold = check(prompt)
     _, hit = check(prompt)
     shared = prompt[:, : 3 * BLOCK + 6]
-    goes_on = prompt[:, 3 * BLOCK + 6 :][:, :1]  # with which neither of the branches does
+    goes_on = prompt[:, 3 * BLOCK + 6 :][:, :1]  # neither of the branches goes on with this token
     others = [torch.where(goes_on > 50, goes_on - n, goes_on + n) for n in (1, 2)]
     _, first_branch = check(join(shared, others[0], text(generator, 20)))
     _, second_branch = check(join(shared, others[1], text(generator, 20)))
@@ -53,7 +53,7 @@ def test_prompts_that_share_prefixes(name, generator):
 
 @every_family
 def test_prompts_in_a_list(name, generator):
-    """Each row is what it is alone, which padding on the left makes of no model by itself."""
+    """Each row equals the row alone; no model alone achieves that under left padding."""
     model = model_of(name)
     cache = make_cache(model)
     shared = text(generator, 3 * BLOCK)

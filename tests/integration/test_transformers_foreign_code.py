@@ -1,4 +1,4 @@
-"""Code in a model that its libraries did not bring: present, it makes a call bypass the cache."""
+"""Foreign code in a model, from outside its libraries, makes a call bypass the cache."""
 
 import collections
 import enum
@@ -52,12 +52,12 @@ def holder(shared):
 @pytest.fixture(autouse=True)
 def constants(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
-    # The package's clock jumps in tests; the disk is waited for all the same.
+    # The package's clock jumps in tests, so loads from disk have no deadline.
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None, raising=False)
 
 
 def ask(cache, prompt, **options):
-    """An answer, whose warning of a bypass is let pass."""
+    """Return an answer; ignore the warning of a bypass."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return cached(cache, prompt, **options)
@@ -71,11 +71,11 @@ def tilt(_, __, output):
     return output + torch.linspace(-3, 3, output.shape[-1]) * (FACTOR - 1)
 
 
-# What gave wrong answers.
+# Cases that gave wrong answers.
 
 
 def test_what_a_hook_does_is_changed_elsewhere(model, prompt, monkeypatch):
-    """By a global constant of its module, as in the next cell of a notebook."""
+    """A global constant of the hook's module changes, as in the next cell of a notebook."""
     head(model).register_forward_hook(tilt)
     cache = make_cache(model)
     assert_same(plain(model, prompt), ask(cache, prompt))
@@ -102,7 +102,7 @@ class Tilted(torch.nn.Linear):
 
 
 def run_script(path, factor, form):
-    """What one run of a script makes: a model with the script's code in it."""
+    """Run a script; return its model, which holds the script's code."""
     path.write_text(SCRIPT.format(factor=factor))
     spec = importlib.util.spec_from_file_location("tilting_script", path)
     script = importlib.util.module_from_spec(spec)
@@ -178,14 +178,14 @@ class HooksForAWhile(LogitsProcessor):
 
 
 def test_a_hook_that_a_processor_adds_for_part_of_an_answer(model, cache, prompt):
-    """Its states were found by prompts that begin like the answer."""
+    """States computed under the hook were found by prompts that begin like the answer."""
     options = {"max_new_tokens": 3 * BLOCK}
     processors = LogitsProcessorList([HooksForAWhile(model, 2, 2 * BLOCK)])
     answer = cached(cache, prompt, logits_processor=processors, **options).sequences
     assert not norms(model)[0]._forward_hooks
     assert_same(plain(model, answer), cached(cache, answer))
     assert cache.stats().skipped_tokens <= prompt.shape[1]
-    assert_same(plain(model, prompt), cached(cache, prompt))  # which was right, and is kept
+    assert_same(plain(model, prompt), cached(cache, prompt))  # its states had no hook
     assert (cache.stats().hits, bypasses(cache)) == (2, {})
 
 
@@ -337,7 +337,7 @@ def test_an_attribute_of_unknown_kind_is_foreign(shared, holder, name):
 
 @pytest.mark.parametrize("name", ["a quantised tensor", "a sparse tensor", "a tensor of MKL"])
 def test_a_tensor_without_an_address_is_served_with_a_variant(shared, holder, name):
-    """A batch asks for the addresses of all tensors, which its CUDA graphs depend on."""
+    """A batch reads the addresses of all tensors, because its CUDA graphs depend on them."""
     without = ModelFingerprint(shared)
     without.begin()
     holder.note = VALUES[name]
@@ -347,7 +347,7 @@ def test_a_tensor_without_an_address_is_served_with_a_variant(shared, holder, na
 
 
 def known_values(factor):
-    """What is read, each with another content for another factor."""
+    """Attribute values that the key reads; each value differs for another factor."""
     config = NemotronHConfig(logits_scaling=factor)
     config._attn_implementation = "sdpa"
     return {
@@ -372,7 +372,7 @@ class Precision(enum.Enum):
 
 @pytest.mark.parametrize("name", known_values(1.0))
 def test_an_attribute_of_known_kind_is_part_of_the_key(shared, holder, name):
-    """And of the identity in other processes."""
+    """The attribute is part of the identity too, for other processes."""
     fingerprint, keys = ModelFingerprint(shared), []
     for factor in (1.0, 2.0, 1.0):
         holder.note = known_values(factor)[name]
@@ -434,7 +434,7 @@ def test_a_buffer_that_forwards_replace_counts_for_cuda_graphs():
 
 
 def test_patches_of_classes_that_were_made_before_are_the_model(model, prompt, monkeypatch):
-    """As Liger makes them. The file that they come from is part of the identity."""
+    """Liger patches classes like this. The file of the patch is part of the identity."""
     kind = type(norms(model)[0])
     plain_key = ModelFingerprint(model)
     plain_key.begin()
@@ -461,7 +461,7 @@ def test_what_libraries_install_is_not_foreign(model, cache, prompt):
 
 
 def test_a_kernel_of_the_hub_is_not_foreign(tmp_path, monkeypatch):
-    """It lies where `kernels` puts what it downloads, and has a module name of its own."""
+    """The module lies in the download folder of `kernels`, and has a module name of its own."""
     path = tmp_path / "models--kernels-community--relu/snapshots/0a1b2c3d4e/build/torch-universal"
     path.mkdir(parents=True)
     (path / "relu.py").write_text("def forward(self, x):\n    return x\n")

@@ -26,7 +26,7 @@ def open_cache(model, **settings):
 
 
 def ask(cache, prompt):
-    """The answer to a prompt, and how many of its tokens were skipped."""
+    """Return the answer to a prompt, and the number of skipped tokens."""
     before = cache.stats().skipped_tokens
     ids = torch.tensor([prompt])
     output = cache.generate(ids, attention_mask=torch.ones_like(ids), checkpoints=[BLOCK], **GREEDY)

@@ -1,4 +1,4 @@
-"""Calls of `generate` that are computed as batches: the same results, and which calls they are."""
+"""Which calls of `generate` are computed as batches, and that their results are the same."""
 
 import copy
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ def cache(model):
 
 
 def both(model, cache, ids, mask=None, **options):
-    """What the model generates without a cache and with it, from the same seed."""
+    """Return the output without a cache and with a cache, from the same seed."""
     mask = torch.ones_like(ids) if mask is None else mask
     found = []
     for one in (model, cache):
@@ -101,7 +101,7 @@ def test_every_family_answers_misses_hits_and_rows_as_without_a_cache(name, monk
 
 
 def test_a_streamed_call_does_not_have_the_model_read_anew(model, cache, prompt, monkeypatch):
-    """Reading takes as long as some forwards: the model must be found as it was read."""
+    """Reading the model takes as long as some forwards, so an unchanged model is not read again."""
     readings, make = [], fingerprint._Reading
     monkeypatch.setattr(
         fingerprint, "_Reading", lambda *args: readings.append(len(args)) or make(*args)
@@ -113,7 +113,7 @@ def test_a_streamed_call_does_not_have_the_model_read_anew(model, cache, prompt,
 
 
 def test_rows_with_a_common_beginning_wait_for_the_one_that_computes_it(model, cache, prompt):
-    """They are at different places then, and get on together from their last tokens on."""
+    """Rows then stand at different positions, and decode together from their last tokens on."""
     whole = prompt[:, : 4 * BLOCK]
     rows = torch.cat([join(whole, whole[:, i : i + 3]) for i in range(3)])
     assert skipped(cache, lambda: assert_equal(model, cache, rows)) == 2 * 4 * BLOCK
@@ -121,7 +121,7 @@ def test_rows_with_a_common_beginning_wait_for_the_one_that_computes_it(model, c
 
 
 def test_a_prompt_that_ends_with_the_token_that_ends_answers_is_answered(model, cache, generator):
-    """Rows of a batch take their last tokens as if they were answered."""
+    """In a batch, a row's last prompt token is fed like an answer token."""
     rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])
     rows[1, -1] = 5
     assert_equal(model, cache, rows, eos_token_id=5)
@@ -164,7 +164,7 @@ def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch
 
 
 def replace_an_attention_layer(model):
-    """By code that a batch cannot compute: it keeps no keys and values."""
+    """Replace an attention layer by code without keys and values, which a batch cannot compute."""
     attention(model).forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     yield
     del attention(model).forward
@@ -180,7 +180,7 @@ CHANGES = ("a norm's epsilon", "a forward hook", "a forward replaced on the obje
     ids=[*CHANGES, "an attention layer"],
 )
 def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, prompt):
-    """A call begins with the settings of the one before, and drops what it computed with them."""
+    """A call begins with the last call's settings; a change drops the tokens computed with them."""
     model = make_model("nemotron_h", seed=3)
     cache = make_cache(model)
     for number in range(3):
@@ -190,7 +190,7 @@ def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, 
     cache.listeners.add(admitted.append, Admitted)
     with contextmanager(change)(model):
         assert_equal(model, cache, prompt)
-    assert len(admitted) <= 1  # of one call; one that bypasses the cache tells nothing
+    assert len(admitted) <= 1  # at most one event: a call that bypasses the cache emits none
     assert cache.stats().hits == 2  # other settings, or a call that bypasses the cache
     cache.check_invariants()
     assert not cache._batcher.context.statuses()
@@ -200,13 +200,13 @@ def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, 
 
 
 def replace_a_weight(model):
-    """By another tensor; the old one, which the comparison of weights reads, stays as it was."""
+    """Replace a weight tensor; the old one, which the weight comparison reads, is unchanged."""
     embeddings = model.get_input_embeddings()
     embeddings.weight = torch.nn.Parameter(embeddings.weight.detach().flip(1), requires_grad=False)
 
 
 def replace_a_module(model):
-    """By one of the same class and shapes."""
+    """Replace a module by one of the same class and shapes."""
     embeddings = copy.deepcopy(model.get_input_embeddings())
     embeddings.weight.data.copy_(embeddings.weight.detach().flip(1))
     model.set_input_embeddings(embeddings)
@@ -214,7 +214,7 @@ def replace_a_module(model):
 
 @pytest.mark.parametrize("replace", [replace_a_weight, replace_a_module])
 def test_weights_replaced_since_the_last_call_are_found_while_its_batch_runs(replace, prompt):
-    """Nothing else tells: the settings are the same, and the old tensors are unchanged."""
+    """Only the replacement shows: settings are the same, and the old tensors are unchanged."""
     model = make_model("nemotron_h", seed=3)
     cache = make_cache(model)
     for number in range(2):
@@ -299,11 +299,11 @@ def test_memory_that_runs_out_leaves_the_prompt_to_the_loop(model, cache, prompt
         other = make_cache(model)
         assert_equal(model, other, prompt)
     assert_equal(model, other, prompt)
-    assert num_batched(other) == 0  # it is not tried again
+    assert num_batched(other) == 0  # batching is not tried again
 
 
 def test_a_call_after_a_batch_whose_last_step_is_discarded(ahead, model, cache, generator):
-    """That step is uncollected until the call begins: else its own first step has no end."""
+    """The discarded step is collected as the call begins; else the call's first step never ends."""
     prompt = text(generator, BLOCK + 3)
     answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), **OPTIONS)
     end = answer[0, -5].item()

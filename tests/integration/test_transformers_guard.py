@@ -1,4 +1,4 @@
-"""Contract 17 for a ``PrefixCache``: it resets itself only after a change that broke off."""
+"""Contract 17 for a ``PrefixCache``: it resets itself only after an interrupted change."""
 
 import sys
 from contextlib import contextmanager, suppress
@@ -76,9 +76,9 @@ def test_a_callback_that_raises_keeps_the_cache_and_its_pins(
 
 @contextmanager
 def interrupted(moment):
-    """An interrupt where Python looks for signals, in what replaces functions; yields the moments.
+    """Interrupt the code that replaces functions where Python checks signals; yield the moments.
 
-    These are the beginnings of functions, and the ends of calls of C.
+    Python checks at beginnings of functions and after calls of C functions.
     """
     moments = []
 
@@ -99,7 +99,7 @@ def interrupted(moment):
 def test_after_an_interrupt_while_functions_are_replaced_the_model_is_as_before(
     nemotron, warm, generator, is_batch
 ):
-    """The call that is interrupted, or the next one, puts everything back."""
+    """The interrupted call, or the next one, restores the functions."""
     cache, prompt = warm
     scans = [(owner, name, getattr(owner, name)) for owner, name in cache._capture._scans]
     answer(cache, prompt, is_batch=is_batch)
@@ -155,8 +155,8 @@ def test_a_change_that_breaks_off_resets_the_cache_at_its_next_call(
     cache, prompt = warm
     answer(cache, tokens(generator, 5), is_batch=is_batch)
     with monkeypatch.context() as patch:
-        books = getattr(cache._store, owner)
-        strike(patch, books, name, error)
+        rows = getattr(cache._store, owner)
+        strike(patch, rows, name, error)
         with pytest.raises(error, match="struck"):
             answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
     assert cache.stats().self_resets == 0

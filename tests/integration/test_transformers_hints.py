@@ -1,4 +1,4 @@
-"""What ``PrefixCache`` tells the log and the slots' policy: prompts, and hints of what follows."""
+"""Prompts and continuation hints that ``PrefixCache`` passes to the log and the slot policy."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_the_policy_receives_prompts_and_hints_from_both(nemotron, generator):
     policy = Listening()
     cache, prompt = nemotron.cache(slot_policy=policy), tokens(generator, 2 * BLOCK + 3)
     cache.prepare_batches()
-    policy.requests.clear()  # of what was tried out
+    policy.requests.clear()  # drop the requests of the preparation
     cache.generate([prompt], will_continue=True, source="a", **SHORT)
     batch(cache, [[*prompt, 5]], will_continue=False, source="b")
     cache.check_invariants()
@@ -79,7 +79,7 @@ def _chain(cache, tokens):
 
 
 def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
-    """Strangers' states are worth less than those of a prompt that comes again and again."""
+    """States of one-time prompts are worth less than those of a prompt that comes repeatedly."""
     room = budgets(nemotron.cache(), slots=1, blocks=200)
     cache = nemotron.cache(**room, slot_policy="adaptive")
     copies, save = [], cache._store.tensors.save_state
@@ -91,7 +91,7 @@ def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
         for one in ([*prompt, 5 + number], tokens(generator, BLOCK)):
             assert cache.generate([one], **SHORT)[0, len(one) :].tolist() == nemotron.answer(one, 2)
         stats = cache.stats()
-        assert len(copies) <= stats.saved_states  # those inside a prompt need none
+        assert len(copies) <= stats.saved_states  # states captured inside a prompt need no copy
         counts.append((len(copies), stats.refused_states, stats.skipped_tokens))
     cache.check_invariants()
     assert counts[-1][1] > 0
@@ -99,7 +99,7 @@ def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
 
 
 def test_over_tiers_nothing_is_refused(nemotron, generator):
-    """What is refused would not come to host memory either."""
+    """A refused state would be missing in host memory too."""
     room = budgets(nemotron.cache(), slots=2, blocks=200)
     with nemotron.cache(**room, host_cache_gb=0.01, slot_policy="adaptive") as cache:
         prompts = [tokens(generator, BLOCK + 3) for _ in range(8)]
@@ -122,7 +122,7 @@ def test_replays_hit_no_less_than_what_was_used_last(drawn):
 
 
 def test_kv_blocks_go_by_the_worth_of_their_states(generator):
-    """By recency strangers took the blocks of a prompt that came every sixth time."""
+    """Under LRU, one-time prompts evicted the blocks of a prompt that came every sixth time."""
     layout = subject("nemotron_h").cache()._store.layout
 
     def drawn(length):

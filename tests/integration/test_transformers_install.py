@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture
 def prompts(generator):
-    """Each twice, as a trainer asks for several answers to each."""
+    """Prompts, each twice, as a trainer asks for several answers to each."""
     each = [tokens(generator, 3 * BLOCK + 2), tokens(generator, 2 * BLOCK + 5)]
     return [each[0], each[0], each[1], each[1]]
 
@@ -42,7 +42,7 @@ def installed_answers(model, prompts, **options):
 
 
 def own_answers(model, prompts):
-    """What ``model.generate`` says of each prompt alone."""
+    """The answers of ``model.generate`` to each prompt alone."""
     modes = [module.training for module in model.modules()]
     model.eval()
     ids = [torch.tensor([prompt]) for prompt in prompts]
@@ -96,11 +96,11 @@ def test_prefixes_of_earlier_weights_are_gone(model, prompts):
         assert after == own_answers(model, prompts) != before
         assert cache.stats().hits == 2  # of the second call alone
         installed_answers(model, prompts)
-        assert cache.stats().hits == 6  # weights that stay the same keep their prefixes
+        assert cache.stats().hits == 6  # prefixes of unchanged weights stay findable
 
 
 def test_graphs_outlive_an_optimizers_step(model, prompts):
-    # They read the weights where they lie. Capturing them anew in each step of a training is slow.
+    # Graphs read the weights in place. Capturing them again in each training step is slow.
     with make_cache(model) as cache, cache.install():
         installed_answers(model, prompts)
         with mock.patch.object(StepGraphs, "_drop", autospec=True) as drop:
@@ -109,7 +109,7 @@ def test_graphs_outlive_an_optimizers_step(model, prompts):
             assert drop.call_count == 0
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
             installed_answers(model, prompts)
-            assert drop.call_count == 1  # of other addresses
+            assert drop.call_count == 1  # dropped because addresses changed
             cache.reset()
             assert drop.call_count == 2
 

@@ -1,4 +1,4 @@
-"""A prefix cache loads from below what it would not compute sooner, and waits no longer."""
+"""A prefix cache loads an entry only where that is faster than computing, and waits no longer."""
 
 import math
 import threading
@@ -15,18 +15,18 @@ from mamba_cache.tiers import lower
 from mamba_cache.tiers.disk import DiskStore
 
 FAST = 1e4
-"""Tokens that a model computes a second: a prompt takes less time than any load here."""
+"""Tokens a second: a prompt is computed in less time than any load here."""
 
 
 class Reads(MemoryStore):
-    """Reads of a disk, and of this store: each turns the clock, and may be held."""
+    """Counts reads of a disk and of this store; each advances the clock, and may be held."""
 
     def __init__(self, monkeypatch):
         super().__init__()
         self.clock, self.count, self.gate = ManualClock(), 0, threading.Event()
         self._lock, read_blob = threading.Lock(), DiskStore._read
         monkeypatch.setattr(prefetch, "time", self.clock)
-        monkeypatch.setattr(lower, "time", ManualClock())  # the store never owes an answer
+        monkeypatch.setattr(lower, "time", ManualClock())  # no answer of the store is overdue
         monkeypatch.setattr(
             DiskStore, "_read", lambda *args: (args[2] is None or self.turn(), read_blob(*args))[1]
         )
@@ -57,7 +57,7 @@ def model():
 
 @pytest.fixture(params=["disk", "store"])
 def open_cache(request, tmp_path, reads, model):
-    """Opens caches over one disk or store, and a model of a speed; None: it is not measured."""
+    """Opens caches over one disk or store, with a given compute rate; None: not measured."""
     below = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
     if request.param == "store":
         below = {"store": reads, "hash_secret": b"of this test"}
@@ -65,7 +65,7 @@ def open_cache(request, tmp_path, reads, model):
     def open_one(tokens_per_second=None, **settings):
         cache = make_cache(model, host_cache_gb=0.01, **below, **settings)
         planner = cache._store.tiers.planners.host
-        if tokens_per_second is not None:  # whatever forwards take
+        if tokens_per_second is not None:  # in place of the measured rate
             planner.rates = planner.rates._replace(tokens_per_second=tokens_per_second)
         return cache
 
@@ -80,7 +80,7 @@ def lower_tier(cache):
 def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, reads, model) -> None:
     with open_cache() as first:
         answers, _ = ask(first, prompts())
-    few = budgets(make_cache(model), slots=2, blocks=18)  # of one prompt at a time
+    few = budgets(make_cache(model), slots=2, blocks=18)  # room for one prompt at a time
     with open_cache(FAST, **few) as second:
         reads.gate.clear()
         assert ask(second, prompts()[:1]) == (answers[:1], 0)
@@ -95,9 +95,9 @@ def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, rea
         reads.gate.set()
 
 
-@pytest.mark.parametrize("open_cache", ["disk"], indirect=True)  # a store owes an answer by then
+@pytest.mark.parametrize("open_cache", ["disk"], indirect=True)  # a store would be overdue
 def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatch) -> None:
-    """Nobody knows what computing takes; while the load is under way, none other is begun."""
+    """The compute rate is unmeasured; while the load runs, no other load is begun."""
     with open_cache() as first:
         answers, _ = ask(first, prompts())
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", 0.05)
@@ -109,7 +109,7 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
         assert ask(second, prompts()[1:]) == (answers[1:], 0)
         assert lower_tier(second).stats().loads == asked_for
         assert not second._store.tiers._may_fetch()
-        monkeypatch.setattr(prefix_tiers, "_RETRY_SECONDS", 0.0)  # it is tried again then
+        monkeypatch.setattr(prefix_tiers, "_RETRY_SECONDS", 0.0)  # loads are tried again then
         assert second._store.tiers._may_fetch()
         reads.gate.set()
 

@@ -1,4 +1,4 @@
-"""Legal calls that are seldom made, and mistakes that are: each is answered, or costs nothing."""
+"""Rare legal calls, and common mistakes: each is answered, or refused at no cost."""
 
 import asyncio
 import atexit
@@ -42,7 +42,7 @@ from mamba_cache.integrations.transformers.serve.models import (
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 
-# What a refused call costs.
+# The cost of a refused call.
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     ids=["no ids", "too short", "no id of the vocabulary", "nothing to pin", "no pin"],
 )
 def test_a_refused_call_leaves_host_memory_as_it_is(model, prompt, refused, error):
-    """It was emptied: by a typing error, and by a prompt that was not there to be pinned."""
+    """A typing error emptied it, and so did pinning a prompt that was not cached."""
     cache = make_cache(model, host_cache_gb=0.01)
     cached(cache, prompt)
     held = cache.tier_stats()[0].entries
@@ -72,7 +72,7 @@ def test_a_refused_call_leaves_host_memory_as_it_is(model, prompt, refused, erro
 
 
 def test_a_hook_on_the_model_itself_reads_each_part_of_a_prompt_once(model, prompt):
-    """Parts before the last one went through it twice."""
+    """Parts before the last one went through the hook twice."""
 
     def other_ids(_, args, kwargs):
         return args, {**kwargs, "input_ids": (kwargs["input_ids"] * 2 + 1) % VOCABULARY}
@@ -97,7 +97,7 @@ def test_a_hook_on_the_model_itself_reads_each_part_of_a_prompt_once(model, prom
     ids=str,
 )
 def test_processors_of_one_request_see_no_other(nemotron, generator, options):
-    """Guidance ran all answers of a batch through one state; some were not given the prompt."""
+    """Guidance ran all answers of a batch through one state, some without the prompt."""
     prompts = [tokens(generator, n) for n in (9, 12, 12)]
     expected = [
         nemotron.model.generate(torch.tensor([p]), **NEW, **options)[0, len(p) :].tolist()
@@ -109,7 +109,7 @@ def test_processors_of_one_request_see_no_other(nemotron, generator, options):
 
 
 def test_each_answer_to_a_prompt_has_a_watermark_of_its_own(nemotron, generator):
-    """As it would have alone."""
+    """Each answer gets the watermark that it gets alone."""
     prompt = tokens(generator, 11)
     config = SynthIDTextWatermarkingConfig(keys=[3, 4, 5, 6], ngram_len=3)
     options = {"watermarking_config": config, "do_sample": True, "max_new_tokens": 8}
@@ -124,7 +124,7 @@ def test_each_answer_to_a_prompt_has_a_watermark_of_its_own(nemotron, generator)
 
 @pytest.mark.parametrize(("slots", "blocks"), [(1, 1), (1, 2), (1, 3), (2, 4)])
 def test_a_batch_in_few_blocks(nemotron, slots, blocks):
-    """A model was said to do something else in a batch, where there was no room to try it."""
+    """Without room for a trial batch, a model was refused for different results in batches."""
     room = budgets(nemotron.cache(), slots=slots, blocks=blocks)
     for rows in (1, 4):
         cache = nemotron.cache(**room, max_requests=rows)
@@ -140,8 +140,8 @@ def test_a_batch_in_few_blocks(nemotron, slots, blocks):
 def test_the_disk_is_used_again_after_a_reset_in_training_mode(
     model, prompt, tmp_path, monkeypatch
 ):
-    """The weights cannot be read then; they were not in the next call either, and no disk was."""
-    # The package's clock jumps in tests; the disk is waited for all the same.
+    """Weights cannot be read in training mode; later calls read neither weights nor disk."""
+    # The package's clock jumps in tests, so loads from disk have no deadline.
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
     settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
     with make_cache(model, **settings) as cache:
@@ -167,7 +167,7 @@ def test_a_configuration_may_come_second_as_for_the_model(model, cache, prompt):
 
 
 def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
-    """It was said to do something else for several requests, or raised RuntimeError midway."""
+    """The model was refused for different results in batches, or raised RuntimeError midway."""
     cache = nemotron.cache()
     for _ in range(2):
         with (
@@ -182,7 +182,7 @@ def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
 
 
 class Runner:
-    """Runs what has come to a manager, when it is told to, as a cache does."""
+    """Runs a manager's requests once ``may_run`` is set, as a cache does."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -197,7 +197,7 @@ class Runner:
 
 
 class Clients:
-    """A manager of a model's batches, and clients who ask before it may run."""
+    """A manager of a model's batches, and clients that send requests before it may run."""
 
     def __init__(self, one):
         config, reader = one.config(max_new_tokens=5), AnswerSettingsReader(one.model, None, {})
@@ -207,7 +207,7 @@ class Clients:
         current_request.set(ServedRequest(settings=self.settings))
 
     def ask(self, *requests):
-        """Returns what each client hears; a request is its name, prompt and whether it streams."""
+        """Returns the outputs of each client; a request is a name, a prompt and is_streaming."""
 
         async def ask(name, prompt, is_streaming):
             outputs, over = [], asyncio.get_running_loop().create_future()
@@ -238,13 +238,13 @@ class Clients:
             self.manager.stop()
 
     def forgot_all(self):
-        """Whether nothing is left of any request."""
+        """Return whether no record of any request is left."""
         return not self.manager._arrivals
 
 
 @pytest.mark.parametrize("are_streaming", [(False, False), (True, True), (True, False)])
 def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streaming):
-    """A service hands its own x-request-id on with each of its calls; both waited for ever."""
+    """A client may send one x-request-id with all its calls; both requests waited for ever."""
     prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
     requests = zip(["one name"] * 2, prompts, are_streaming, strict=True)
     found = [outputs[-1].generated_tokens for outputs in clients.ask(*requests)]
@@ -269,7 +269,7 @@ def _begin_a_stream(manager, prompt, settings):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_stopped_manager_leaves_no_client_waiting(nemotron, generator, is_late):
-    """The server stops one when another model is asked for; clients of the first never heard."""
+    """A request for another model stops the manager; clients of the first got no answer."""
     prompt, clients = tokens(generator, 9), Clients(nemotron)
     manager, runner = clients.manager, clients.runner
 
@@ -297,7 +297,7 @@ def test_a_stopped_manager_leaves_no_client_waiting(nemotron, generator, is_late
 
 
 def test_a_managers_thread_ends_before_the_interpreter_does(nemotron, generator, monkeypatch):
-    """It went on to free tensors while the interpreter ended, which aborted the process."""
+    """The thread freed tensors while the interpreter ended, which aborted the process."""
     at_exit, clients = [], Clients(nemotron)
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(atexit, "unregister", at_exit.remove)
@@ -325,7 +325,7 @@ def test_a_managers_thread_ends_before_the_interpreter_does(nemotron, generator,
 def test_requests_run_again_after_a_call_that_broke_off(
     nemotron, generator, monkeypatch, error, breaks
 ):
-    """Once, if their clients have heard nothing yet; all of them failed."""
+    """Requests without an output so far are run again once; all requests failed before."""
     prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
     step, calls = Batcher.step, []
 
@@ -347,7 +347,7 @@ def test_requests_run_again_after_a_call_that_broke_off(
 
 
 def test_a_model_without_memory_for_batches_is_served_request_by_request(nemotron, monkeypatch):
-    """Each of its requests failed, and tried to find the memory once more."""
+    """Each request failed, after trying to allocate the memory again."""
     tried = []
 
     def run_out(cache):
@@ -369,7 +369,7 @@ def passing_on(function, *args, **kwargs):
 
 
 def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator):
-    """A batch that had a listener was called off: the model was said to be another one."""
+    """A batch with a streamer was cancelled with the error that the model had changed."""
     model, prompt = nemotron.model, tokens(generator, 2 * BLOCK + 3)
     owner, scan = next(
         (one, name) for one, name, function in _functions_of(model) if _is_scan(function)
@@ -400,10 +400,10 @@ def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator
 
 
 class NoEvent:
-    """Says that what is enqueued is done, as it is on the CPU."""
+    """An event that is always done, as work on the CPU is."""
 
     def __init__(self, **_):
-        """Takes what an event takes."""
+        """Take the arguments of an event."""
 
     def record(self):
         """Does nothing."""
@@ -414,7 +414,7 @@ class NoEvent:
 @pytest.mark.parametrize("returns_dict", [True, False])
 @pytest.mark.parametrize("family", ["lfm2", "inkling", "granite 4"])
 def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generator, monkeypatch):
-    """The answer was lost in a RuntimeError, for the model's cache was a token shorter."""
+    """The answer was lost: a RuntimeError, because the model's cache was a token shorter."""
     model = make_model(family)
     cache, prompt = make_cache(model), text(generator, 2 * BLOCK + 3)
     answer = plain(model, prompt).sequences[0, prompt.shape[1] :].tolist()
@@ -438,7 +438,7 @@ def _as_on_mps(is_supported, _, *args, **kwargs):
 
 
 def test_what_is_cached_after_a_lost_request_is_cancelled_still_goes_below(nemotron, generator):
-    """Its end was counted twice, after which nobody was ever taken to be the last one."""
+    """The request's end was counted twice, after which no request ever counted as the last."""
     cache = nemotron.cache(host_cache_gb=0.05)
     batch(cache, [tokens(generator, 5)])
     batcher, config = cache._batcher, nemotron.config(max_new_tokens=5)

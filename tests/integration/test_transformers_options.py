@@ -52,7 +52,7 @@ def model(shared_model):
 
 @pytest.fixture(scope="module")
 def refusing(shared_model):
-    """A cache of which nothing is asked but what it refuses."""
+    """A cache for refused calls only."""
     cache = make_cache(shared_model)
     yield cache
     cache.check_invariants()
@@ -60,7 +60,7 @@ def refusing(shared_model):
 
 
 def states_of(model, cache, tokens):
-    """What the model's cache holds after `tokens`, computed in one piece."""
+    """Return the tensors of the model's cache after `tokens`, computed in one piece."""
     past = cache._runner.new_cache()
     with torch.no_grad():
         model(torch.tensor([tokens]), past_key_values=past, use_cache=True)
@@ -68,7 +68,7 @@ def states_of(model, cache, tokens):
 
 
 def assert_published_states_are_right(model, cache, tokens) -> int:
-    """Compares every state that a prefix of `tokens` finds with one computed anew."""
+    """Compare every state that a prefix of `tokens` finds with a recomputed one."""
     found = 0
     for end in range(1, len(tokens) + 1):
         record = cache._store.open(tokens[:end], cache._runner.fingerprint.key, min_computed=0)
@@ -101,7 +101,7 @@ def test_every_argument_of_generate_is_classified(model):
 
 
 def test_every_generation_mode_is_served_or_refused(model, cache, prompt):
-    """Unknown modes are refused; these are the known ones that are."""
+    """Unknown modes are refused; the set lists the known modes that are refused."""
     modes = {mode.value for mode in transformers.generation.GenerationMode}
     assert modes - served.ROWS_FOLLOWED - served.ROWS_MIXED == {
         "assisted_generation",
@@ -145,7 +145,7 @@ def test_what_is_refused_is_refused_wherever_it_is_set(model, refusing, prompt, 
 def test_settings_hidden_in_the_models_configuration(
     model, cache, refusing, prompt, field, value, message
 ):
-    """Elsewhere a caller's own configuration hid them from the cache."""
+    """In other implementations a caller's own configuration hid them from the cache."""
     with pytest.raises(InvalidArgumentError, match=message):
         refusing.generate(prompt, **{field: value})
     setattr(model.generation_config, field, value)
@@ -166,7 +166,7 @@ def test_arguments_that_a_later_version_adds_are_refused(model, cache, prompt, m
 
 
 def test_fields_that_a_later_version_adds_keep_answers_out(model, cache, prompt, monkeypatch):
-    """Set or not; what a model's configuration has of its own is no such field."""
+    """Whether the field is set or not; a field of the model's own configuration does not count."""
     original = GenerationConfig.__init__
 
     def init(self, **kwargs):
@@ -269,9 +269,9 @@ def test_random_configurations_answer_and_publish_as_without_a_cache(
         if settings["num_beams"] == 1 and not settings["do_sample"]:
             settings["num_return_sequences"] = 1
         if settings["num_beams"] > 1:
-            settings.pop("guidance_scale", None)  # which plain generate cannot do with beams
+            settings.pop("guidance_scale", None)  # plain generate has no guidance with beams
         if "eos_token_id" not in settings:
-            settings.pop("exponential_decay_length_penalty", None)  # nor this without an end
+            settings.pop("exponential_decay_length_penalty", None)  # it needs an end token
         of_model, of_caller, options = scattered(source, settings)
         model.generation_config = GenerationConfig(pad_token_id=0, **of_model)
         if of_caller:
@@ -324,14 +324,14 @@ def test_prompts_may_be_sequences_of_any_ints(model, cache, prompts):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_pad_id_inside_a_prompt_without_a_mask(model, cache, generator, rows):
-    """`generate` hides it then. Elsewhere it was an error about a mask that nobody had given."""
+    """`generate` masks the pad id then. Other implementations raised an error."""
     prompt = text(generator, 3 * BLOCK).repeat(rows, 1)
     hidden = prompt.clone()
     hidden[0, 5] = 0
     expected = model.generate(hidden, **GREEDY)
     with pytest.warns(UserWarning, match=r"nothing is reused or cached: .* token \(0\)"):
         actual = [cache.generate(hidden, **GREEDY)]
-    actual.append(cache.generate(hidden, **GREEDY))  # warned of once, counted each time
+    actual.append(cache.generate(hidden, **GREEDY))  # one warning, and a count for each call
     for one in actual:
         assert_same(expected, one)
     cache.check_invariants()
@@ -364,7 +364,7 @@ def test_pad_ids_on_the_left_and_such_that_end_answers(model, prompt):
 
 
 def callbacks(act):
-    """Each way in which a caller's code runs within `generate`."""
+    """All kinds of caller code that run within `generate`."""
 
     def processor(_, scores):
         act()
@@ -393,7 +393,7 @@ CALLBACKS = sorted(callbacks(None))
 def test_callbacks_may_call_the_model_and_another_cache_of_it(
     model, cache, prompt, generator, kind
 ):
-    """Elsewhere the first forward in the thread was taken for `generate`'s own."""
+    """Other implementations took the thread's first forward for `generate`'s own."""
     ids, other = text(generator, 2 * BLOCK + 1), make_cache(model)
     logits, expected = model(ids).logits.detach(), plain(model, ids, max_new_tokens=3)
 
@@ -431,14 +431,14 @@ def test_callbacks_may_not_call_the_cache(model, cache, prompt, kind, call):
 
 @pytest.mark.parametrize("when", ["before the forward", "after it"])
 def test_callbacks_that_write_to_the_ids(model, cache, prompt, when):
-    """What went through the model is then not what is returned; nothing of it is kept."""
+    """The computed ids then differ from the returned ids; no state of them is kept."""
 
-    def criterion(ids, _, **__):  # what it writes is given to the model
+    def criterion(ids, _, **__):  # its changes reach the model
         if ids.shape[1] == prompt.shape[1] + 3:
             ids[:, -1] = 7
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 
-    def processor(ids, scores):  # what it writes is not
+    def processor(ids, scores):  # its changes do not reach the model
         if ids.shape[1] == prompt.shape[1] + 5:
             ids[:, prompt.shape[1] + 1] ^= 1  # never the token that was there
         return scores
@@ -454,7 +454,7 @@ def test_callbacks_that_write_to_the_ids(model, cache, prompt, when):
     assert found == (1 if when == "after it" else 2)
 
 
-# What else a caller may do.
+# Other things that a caller may do.
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_each_policy_has_a_name(model):
 
 
 def test_a_compiled_model_is_served(generator):
-    """Elsewhere the cache's own code was compiled with it, and failed."""
+    """In other implementations the cache's own code was compiled too, and failed."""
     model = make_model("lfm2")
     prompt = text(generator, 3 * BLOCK + 2)
     expected = plain(model, prompt, max_new_tokens=2)

@@ -26,21 +26,21 @@ def small(one, *, slots=6, blocks=24, share=0.5, **settings):
 
 
 def found(cache, prompt, *, is_batch, **options):
-    """The tokens that a prompt which goes on from this one does not compute."""
+    """Return the tokens that a continuation of this prompt skips."""
     before = cache.stats().skipped_tokens
     answer(cache, [*prompt, 5], is_batch=is_batch, count=1, **options)
     return cache.stats().skipped_tokens - before
 
 
 def crowd(cache, generator, *, is_batch, count=6):
-    """Prompts that nobody has seen, which need all room there is several times over."""
+    """Fresh prompts that need all room several times over."""
     for _ in range(count):
         answer(cache, tokens(generator, 4 * BLOCK + 1), is_batch=is_batch)
 
 
 @pytest.mark.parametrize("call", ["stats", "pins", "prefill", "unpin"])
 def test_an_expired_pin_holds_nothing_from_the_next_call_on(nemotron, generator, call):
-    """Whatever it is, reads included."""
+    """Any call counts, reads included."""
     cache, clock = small(nemotron)
     prompts = [tokens(generator, 2 * BLOCK + 1) for _ in range(2)]
     for prompt in prompts:
@@ -48,7 +48,7 @@ def test_an_expired_pin_holds_nothing_from_the_next_call_on(nemotron, generator,
     other = cache.pin(prompts[0])
     cache.pin(prompts[1], ttl_seconds=60)
     clock.now += 60
-    assert len(cache._store.pins.held) == 2  # nobody has called since
+    assert len(cache._store.pins.held) == 2  # no call since
     if call == "stats":
         cache.stats()
     elif call == "pins":
@@ -125,7 +125,7 @@ def test_pins_have_their_share_and_name_what_they_want(nemotron, generator):
     with pytest.raises(MissingStateError):
         cache.pin(prompts[0], cache_salt="other")
     cache.unpin(pin)
-    cache.unpin(pin)  # it is over
+    cache.unpin(pin)  # the pin has ended
     cache.check_invariants()
 
 
@@ -144,7 +144,7 @@ def test_a_reset_ends_pins_and_so_does_closing(nemotron, generator):
 
 
 def test_a_request_that_pins_leave_no_room_for_says_so(nemotron, generator):
-    """It ran until nobody was left who could give memory back, and failed an assertion then."""
+    """It ran until no request was left to preempt, and failed an assertion then."""
     cache, _ = small(nemotron, blocks=8)
     prompt = tokens(generator, 4 * BLOCK)
     answer(cache, prompt, is_batch=True)
@@ -154,7 +154,7 @@ def test_a_request_that_pins_leave_no_room_for_says_so(nemotron, generator):
     cache.check_invariants()
     [output] = batch(cache, [tokens(generator, 3 * BLOCK)], max_new_tokens=3 * BLOCK)
     assert output.error.endswith("cannot go on: the longest sequence is 32 tokens")
-    longer = [*prompt, 5]  # what is pinned is its own
+    longer = [*prompt, 5]  # the pinned prefix is its own
     [own] = answers(batch(cache, [longer], max_new_tokens=3 * BLOCK))
     assert own == nemotron.answer(longer, 3 * BLOCK)
     cache.unpin(pin)

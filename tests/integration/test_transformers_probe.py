@@ -1,4 +1,4 @@
-"""What the probe of a transformers model accepts: all that goes on exactly, by its own rounding."""
+"""The probe accepts every model that resumes exactly, up to the model's own rounding."""
 
 import contextlib
 
@@ -28,7 +28,7 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 
 
 def refusal(model):
-    """What the probe says of a model that it refuses; None if it does not."""
+    """Return the message of the probe's refusal; None if it accepts the model."""
     try:
         probe(ModelRunner(model), BLOCK)
     except UnresumableModelError as error:
@@ -37,7 +37,7 @@ def refusal(model):
 
 
 def scaled(model, factor):
-    """With large weights, so that time steps leave their range and rounding grows."""
+    """Enlarge a model's weights, so that time steps leave their range and rounding grows."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -47,7 +47,7 @@ def scaled(model, factor):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_good_model_is_refused(name):
-    """One of 72 was, for a rounding of 2.5e-5, when the bound was a constant."""
+    """With a constant bound one of 72 models was refused, for a rounding of 2.5e-5."""
     for number, factor in ((0, 1), (1, 8), (2, 1), (3, 8)):
         model = scaled(make_model(name, seed=number), factor)
         assert refusal(model) is None, (number, factor)
@@ -55,7 +55,7 @@ def test_no_good_model_is_refused(name):
 
 @contextlib.contextmanager
 def few_digits(how):
-    """Products of factors with few digits, as far as the processor has any such."""
+    """Compute products of factors with few digits, where the processor supports them."""
     if isinstance(how, torch.dtype):
         with torch.autocast("cpu", how):
             yield
@@ -96,7 +96,7 @@ WIDE = pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "zamba2", "bam
 
 
 def in_float64(name, seed=0):
-    """With large weights. Some of its scans, norms and softmaxes are of float32 all the same."""
+    """Make a float64 model with large weights; some scans, norms and softmaxes stay in float32."""
     return make_model(name, seed=seed, initializer_range=0.3).double()
 
 
@@ -126,14 +126,14 @@ def test_no_model_that_forgets_is_accepted(name, way):
 
 @WIDE
 def test_no_good_model_of_large_weights_is_refused_in_float64(name):
-    """The bound counted a float32 rounding once, and the layers after it make it larger."""
+    """The bound counted a float32 rounding once, but later layers amplify it."""
     for seed in range(3):
         assert refusal(in_float64(name, seed)) is None
 
 
 @WIDE
 def test_a_model_of_float64_that_forgets_a_little_is_refused(name, monkeypatch):
-    """By a thousandth of a state, where a forward of several tokens begins with one."""
+    """A forward of several tokens that begins with a state loses a thousandth of it."""
     model, layer = in_float64(name), transformers.cache_utils.LinearAttentionLayer
     update = layer.update_recurrent_state
 
@@ -150,7 +150,7 @@ def test_a_model_of_float64_that_forgets_a_little_is_refused(name, monkeypatch):
 def test_kernels_of_a_gpu_may_multiply_float32_with_ten_bits(
     has_kernels, kept, is_refused, monkeypatch
 ):
-    """A float32 model with mamba_ssm was refused, but with blocks of its chunks."""
+    """A float32 model with mamba_ssm was refused unless blocks had its chunk size."""
     model, layer = make_model("nemotron_h"), transformers.cache_utils.LinearAttentionLayer
     update = layer.update_recurrent_state
 
@@ -171,7 +171,7 @@ def test_large_states_that_round_much_are_no_fault():
 
 
 def assert_same_but_rounding(expected, actual):
-    """With large weights logits are large too, so rounding is measured by their size."""
+    """Logits grow with large weights, so rounding is compared with the largest logit."""
     assert torch.equal(actual.sequences, expected.sequences)
     logits = torch.stack(expected.logits)
     difference = (torch.stack(actual.logits) - logits).abs().max() / logits.abs().max()
@@ -194,7 +194,7 @@ def test_the_split_that_the_cache_uses_is_what_counts(clamping):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK, 4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 2])
 def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens):
-    """A hit that left one token would take the way of decoding, which does not clamp."""
+    """A hit that left one token would use the decode path, which does not clamp."""
     lengths = []
     clamping.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1])
@@ -222,7 +222,7 @@ def test_a_prompt_that_is_cached_whole_is_not_computed_at_all(clamping, generato
 
 
 def test_a_state_that_no_cut_reaches_evicts_no_other(clamping, generator, monkeypatch):
-    """It is where one token would be left; without capture nothing could be saved there."""
+    """Its boundary would leave one token; without capture no state can be saved there."""
     room = budgets(make_cache(clamping), slots=2, blocks=40)
     monkeypatch.setattr(StateCapture, "during", lambda *_: contextlib.nullcontext(()))
     cache = make_cache(clamping, **room)
@@ -245,7 +245,7 @@ def test_rows_of_a_batch_are_not_either(clamping, generator):
 
 
 def test_their_answers_are_not_reused(clamping, generator):
-    """What decoding left behind is not what a prefill of the next turn would."""
+    """States after decoding differ from those of a prefill of the next turn."""
     cache = make_cache(clamping)
     prompt = text(generator, 2 * BLOCK + 3)
     answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences

@@ -1,4 +1,4 @@
-"""Chunks of any length, position and checkpoints in one forward: each row is computed as alone."""
+"""Chunks of any length, position and checkpoints in one forward: each row equals the row alone."""
 
 import importlib
 import itertools
@@ -30,17 +30,17 @@ REFUSED = ("inkling", "kimi_linear", "bailing_hybrid")
 
 SERVED = [name for name in FAMILIES if name not in REFUSED]
 ONE_LENGTH = ("zaya",)
-"""Families whose states are not what functions return: their rectangles have no padding."""
+"""Families whose states no function returns: their rectangles have no padding."""
 
 BOUND = 1e-9
 
 
 class Rows:
-    """Requests that run through a context in steps of any chunks, and what each is alone."""
+    """Requests that run through a context in steps of any chunks, and the results of each alone."""
 
     def __init__(self, name, monkeypatch):
         compute_in_double(monkeypatch)
-        # All rows of a step in one rectangle, however much padding that takes.
+        # All rows of a step in one rectangle, with any amount of padding.
         monkeypatch.setitem(graphs._FORWARD_TOKENS, "cpu", (10**6, 10**6))
         model = make_model(name).double()
         model.set_experts_implementation("eager")  # the default knows no float64
@@ -49,14 +49,14 @@ class Rows:
         self.batcher = cache._ready_batcher()
         self.runner, self.context = cache._runner, self.batcher.context
         self.layers, self.layout = cache._store.layout.layers, cache._store.layout
-        self.steps = []  # what was computed in each
+        self.steps = []  # the chunks of each step
         self._alone = {}
 
     def run(self, prompts, generator):
         """Compute prompts in chunks of random lengths, with random checkpoints."""
 
-        def drawn(most):
-            return int(torch.randint(1, most + 1, (), generator=generator))
+        def drawn(high):
+            return int(torch.randint(1, high + 1, (), generator=generator))
 
         left = {}
         for number, prompt in enumerate(prompts):
@@ -95,7 +95,7 @@ class Rows:
         return self._alone[key]
 
     def errors(self, prompts):
-        """How far logits, live states, saved states, keys and values of the last step are off."""
+        """Errors of logits, live states, saved states, keys and values of the last step."""
         parts, computed = self.steps[-1]
         tensors = self.context.live_states.tensors
         saved = self.context.slot_allocator.states.tensors
@@ -183,7 +183,7 @@ def test_rows_in_order_are_computed_where_they_lie_and_to_the_bit_as_in_copies(
             seen += [logits[part.request_id] for part in parts]
         found.append(seen)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert min(firsts) == -1 < max(firsts)  # requests that are over leave gaps
+    assert min(firsts) == -1 < max(firsts)  # finished requests leave gaps
 
 
 FAULTS = [
@@ -194,7 +194,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator):
-    """The controls: the comparison fails where padding is computed as tokens are."""
+    """Controls: the comparison fails where padding is computed like tokens."""
     rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
     if fault == "windows":
         right = pieces_torch.copy_windows
@@ -230,7 +230,7 @@ def call(x, dt, B, C, *, low, states):
 
 
 def compute(args, kwargs, *, is_cut):
-    """What a run makes of a rectangle: outputs, states at the cuts, and the last ones."""
+    """Return the results of a run over a rectangle: outputs, states at cuts, last states."""
     lengths, ends = torch.tensor(SIZES), torch.tensor(ENDS)[:, : 2 if is_cut else 0]
     bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], 1)
     widths = tuple((bounds[:, 1:] - bounds[:, :-1]).max(0).values.tolist())
@@ -242,7 +242,7 @@ def compute(args, kwargs, *, is_cut):
 @pytest.mark.parametrize("low", [0.0, 0.1])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_scan_computes_each_row_as_alone(low, is_cut, monkeypatch, generator):
-    """What is in the padding changes no bit; products of other shapes round otherwise."""
+    """Contents of the padding change no bit; products of other shapes round differently."""
     compute_in_double(monkeypatch)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     given = {n: draw(len(SIZES), max(SIZES), *s) for n, s in SHAPES.items()}
@@ -271,7 +271,7 @@ def test_a_scan_computes_each_row_as_alone(low, is_cut, monkeypatch, generator):
 
 
 def test_a_scan_is_never_given_no_tokens(generator):
-    """A kernel that is writes out of bounds; a row that is cut at its end needs no further call."""
+    """A kernel without tokens writes out of bounds; a row cut at its end needs no further call."""
     given = torch.randn(1, 8, 4, generator=generator)
 
     def summed(x, *, initial_state, output_final_state):
@@ -298,7 +298,7 @@ def test_the_window_of_a_fresh_prompt_begins_with_zeros_where_tokens_are_too_few
 def test_a_fresh_prompt_enters_convolutions_as_it_is(monkeypatch, generator):
     """Nothing is put before it, which would copy all of it in each layer."""
     cache, seen = make_cache(make_model("nemotron_h"), segment_tokens=32 * BLOCK), []
-    batch(cache, prompts_of(generator, 5), max_new_tokens=1)  # the first call tries batches out
+    batch(cache, prompts_of(generator, 5), max_new_tokens=1)  # the first call tests batching
     keep = capturing._keep_windows
 
     def looked_at(*args, **options):
@@ -344,7 +344,7 @@ def test_a_convolutions_kernel_gets_tokens_whose_channels_lie_together(
 
 
 class Recorded:
-    """Stands for a CUDA graph and its logits: nothing is computed before a replay."""
+    """A stand-in for a CUDA graph and its logits, which computes at its replay only."""
 
     def __init__(self, compute):
         self.graph, self.compute, self.logits = self, compute, None
@@ -355,7 +355,7 @@ class Recorded:
 
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "lfm2", "mamba2"])
 def test_rectangles_of_captured_sizes_are_computed_as_others_are(name, monkeypatch, generator):
-    """Without a GPU: filled up with rows and tokens, from tensors that stay where they are."""
+    """Without a GPU: padded with rows and tokens, from tensors of fixed addresses."""
 
     def capture(self, key, compute):
         self._graphs[key] = Recorded(compute)
@@ -424,7 +424,7 @@ def test_rows_are_divided_so_that_they_take_the_least(seed):
 
 
 def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured():
-    """On a GPU 2,048 tokens are taken for as long as launches until both are measured."""
+    """On a GPU 2,048 tokens are assumed to take as long as launches until both are measured."""
     costs = graphs.RectangleCosts(torch.device("cuda"))
     assert [costs.captured(*size, 8192) for size in ((1, 65), (1, 2048), (3, 70), (5, 300))] == [
         (1, 128), (1, 2048), (4, 128), None,
@@ -439,7 +439,7 @@ def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured
     costs._token_seconds = 0.1 / 8000
     assert {*few} < {*costs.sizes(8192)}
     assert costs.captured(5, 300, 8192) == (8, 384)
-    assert costs.captured(32, 256, 8192) is None  # longer on the GPU than its launches
+    assert costs.captured(32, 256, 8192) is None  # computing takes longer than its launches
     # Ten rows of one length and two long ones: a launch costs more than their padding.
     assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 12)]
     costs._launch_seconds.extend([0.001] * 8)
@@ -447,7 +447,7 @@ def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured
 
 
 def test_launch_costs_are_taken_from_usual_forwards(generator, monkeypatch):
-    """Rows that are alike launch sooner: ragged ones were divided into too many forwards."""
+    """Rows of one length launch faster: ragged rows were split into too many forwards."""
     costs, now = graphs.RectangleCosts(torch.device("cuda")), [0.0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -505,7 +505,7 @@ def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
 def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generator, monkeypatch):
-    """Triton's interpreter runs what a GPU runs, on the tensors that rectangles and steps give."""
+    """Triton's interpreter runs the GPU's kernels on the tensors of rectangles and steps."""
     shared, own = tokens(generator, 2 * BLOCK), [3, 21]
     rounds = [[[*shared, *tokens(generator, length)] for length in own] for _ in range(2)]
     launched = Counter()

@@ -1,4 +1,4 @@
-"""What the prefix cache of a transformers model refuses, and how it finds out."""
+"""Calls and models that the prefix cache of a transformers model refuses."""
 
 import sys
 
@@ -76,7 +76,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def refusing():
-    """A cache of which nothing is asked but what it refuses."""
+    """A cache for refused calls only."""
     cache = subject("nemotron_h").cache()
     yield cache
     cache.check_invariants()
@@ -92,7 +92,7 @@ def test_settings_out_of_range(refusing, settings, message):
 
 
 class Endless:
-    """A streamer that is an iterator of text: it was iterated over, which never ended."""
+    """A streamer that is an iterator of text: iterating over it never ended."""
 
     put = end = None
 
@@ -203,7 +203,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("call", "prompts", "options", "message"), CALLS)
 def test_calls_that_are_refused(refusing, call, prompts, options, message):
-    """Some were a TypeError, were passed over, or failed an assertion about memory."""
+    """Some raised TypeError, were ignored, or failed an assertion about memory."""
     with pytest.raises(InvalidArgumentError, match=message):
         getattr(refusing, call)(prompts, **options)
 
@@ -239,7 +239,7 @@ def layers_of(model):
 @pytest.mark.parametrize("index", [0, 1, -1])
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "lfm2", "falcon_h1"])
 def test_a_model_without_one_of_its_layers_needs_another_cache(name, index, prompt):
-    """It raised AttributeError: a tensor of its cache was None."""
+    """The call raised AttributeError: a tensor of the model's cache was None."""
     model = make_model(name)
     cache = make_cache(model)
     cached(cache, prompt)
@@ -273,7 +273,7 @@ def test_a_model_without_one_of_its_layers_needs_another_cache(name, index, prom
 def test_a_model_of_other_tensors_needs_another_cache(
     model, cache, prompt, is_used, change, message
 ):
-    """Its logits fitted in no slot: each call raised RuntimeError, after a reset as well."""
+    """Logits did not fit the slot: each call raised RuntimeError, after a reset too."""
     if is_used:
         cached(cache, prompt)
     change(model)

@@ -74,7 +74,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_answers(folders):
-    """What the server says to malformed requests without caches."""
+    """Answers of the server without caches to malformed requests."""
     running = Server()
     try:
         return [running.post(path, fill(body, folders)) for path, body in MALFORMED]
@@ -107,13 +107,13 @@ def each(request, folders):
 
 @pytest.fixture(scope="module")
 def references(folders):
-    """The same models, which no server has."""
+    """The same models, in no server."""
     return {name: AutoModelForCausalLM.from_pretrained(path) for name, path in folders.items()}
 
 
 @pytest.fixture
 def words(generator):
-    """Makes text that nobody has sent before."""
+    """Makes text that no request has sent before."""
     return partial(draw_words, generator)
 
 
@@ -127,7 +127,7 @@ def prompt_ids(messages, template=CHATML):
 
 
 def generated(model, ids, **options):
-    """What the model generates by itself, as text."""
+    """Return the text that the model generates without a server."""
     options = {"do_sample": False, "max_new_tokens": NEW, **options}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return make_tokenizer(CHATML).decode(output[0, ids.shape[1] :])
@@ -142,18 +142,18 @@ def hit(answer):
 
 
 def reused(length):
-    """The tokens that a prompt of this length, or a chat that goes on from it, is not computed."""
+    """Return the tokens that a repeated prompt of this length, or its continuation, skips."""
     return (length - 1) // BLOCK * BLOCK
 
 
 def in_common(*prompts):
-    """How many tokens prompts begin with alike."""
+    """Return the number of tokens in the prompts' common prefix."""
     same = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
     return sum(takewhile(bool, same))
 
 
-def drain(stream):
-    """The text of a stream, and its usage."""
+def joined(stream):
+    """Return the text of a stream, and its usage."""
     chunks = list(stream)
     return "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].usage
 
@@ -162,7 +162,7 @@ def drain(stream):
 def counted(server, folder):
     """Counts the tokens of each forward of a model.
 
-    In PyTorch's function, for a replaced method of the model would make calls bypass the cache.
+    It patches PyTorch: a replaced method of the model would make calls bypass the cache.
     """
     counts, original = [], torch.nn.functional.embedding
     weight = server.timed(folder).model.get_input_embeddings().weight
@@ -199,9 +199,9 @@ def test_the_slots_policy_receives_whether_a_chat_goes_on(each, monkeypatch):
 
 
 def ask_chat(server, model, text, stream):
-    """The text of an answer, and how many of its prompt's tokens were cached."""
+    """Return the text of an answer, and the number of cached prompt tokens."""
     answer = server.chat(model, text, stream=stream)
-    answer_text, usage = drain(answer) if stream else (text_of(answer), answer.usage)
+    answer_text, usage = joined(answer) if stream else (text_of(answer), answer.usage)
     assert usage.completion_tokens == NEW
     return answer_text, usage.prompt_tokens_details.cached_tokens
 
@@ -234,7 +234,7 @@ def test_each_endpoint_hits_streamed_or_not(server, folders, references, words, 
 
 
 def test_eight_clients_at_once(each, server, folders, references, words):
-    """Behind one system prompt, each with two turns, half of them streamed."""
+    """Clients share one system prompt; each has two turns, and half of them are streamed."""
     (running, folder), system = each, {"role": "system", "content": words(400)}
     chats = [[system, {"role": "user", "content": words(30 + n)}] for n in range(8)]
 
@@ -245,7 +245,7 @@ def test_eight_clients_at_once(each, server, folders, references, words):
                 create = client.chat.completions.create
                 options = {"model": folder, "messages": chat, "max_tokens": NEW, "temperature": 0}
                 if number % 2:
-                    text, usage = drain(create(**options, stream=True))
+                    text, usage = joined(create(**options, stream=True))
                 else:
                     answer = create(**options)
                     text, usage = text_of(answer), answer.usage
@@ -288,7 +288,7 @@ def test_a_client_that_goes_away_while_it_streams(each, references, words):
         for _, chunk in zip(range(4), stream, strict=False):
             assert chunk.usage is None
         stream.close()
-        answer = running.chat(folder, question)  # alone it waits until the other one has ended
+        answer = running.chat(folder, question)  # one by one: waits until the other has ended
         batcher = running.served(folder).cache._batcher
         while batcher is not None and batcher.num_unfinished:
             threading.Event().wait(0.01)
@@ -299,7 +299,7 @@ def test_a_client_that_goes_away_while_it_streams(each, references, words):
 
 
 def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, words):
-    """A cache that is made for the first request draws nothing."""
+    """Making the cache at the first request draws no random numbers."""
     main, question = folders["main"], words(100)
     server.post("/reset", {})
     torch.manual_seed(5)
@@ -312,7 +312,7 @@ def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, wor
         assert hit(answer) == number * reused(prompt_ids(question).shape[1])
 
 
-# Whose prompts may meet.
+# Requests that may share prefixes.
 
 
 def test_users_and_headers_share_nothing(each, words):
@@ -331,17 +331,17 @@ def test_users_and_headers_share_nothing(each, words):
     assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [0] * len(kinds)
     assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [length] * len(kinds)
     stream = {"stream": True, "user": "carol"}
-    assert drain(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
+    assert joined(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
 
 
 def test_digests_of_a_server_are_keyed(server, folders):
-    """Of the default algorithm, under which no block can be forged, with a secret each."""
+    """Each model's digests use the default algorithm, which is not forgeable, and a secret."""
     stores = [server.served(folders[name]).prepare()._store for name in ("main", "other")]
     assert [store.hasher.algorithm for store in stores] == ["blake2b"] * 2
     assert len({store.config.hash_secret for store in stores}) == 2
 
 
-# Templates that show earlier turns otherwise.
+# Templates that show earlier turns differently.
 
 
 @pytest.mark.parametrize(("name", "template"), [("stripping", STRIPPING), ("opening", OPENING)])
@@ -388,7 +388,7 @@ def test_what_the_template_puts_before_a_question_is_shared(server, folders, wor
     assert second > least
 
 
-# As the plain server behaves.
+# The same behaviour as the plain server.
 
 CHATS, PROMPTS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASKED = {"model": "MAIN", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -416,7 +416,7 @@ def fill(body, folders):
 
 
 def without_ids(answer):
-    """An answer without what each request has of its own."""
+    """Return an answer without its per-request fields."""
     status, body = answer
     text = re.sub(rb'"(id|created)":("[^"]*"|\d+),?', b"", body)
     return status, re.sub(rb',?"prompt_tokens_details":\{[^}]*\}', b"", text)
@@ -456,7 +456,7 @@ def test_a_model_that_cannot_be_cached_is_served_with_one_warning(
         answer = server.chat(folders["llama"], question)
         assert text_of(answer) == expected
         assert answer.usage.prompt_tokens_details is None
-    text, usage = drain(server.chat(folders["llama"], question, stream=True))
+    text, usage = joined(server.chat(folders["llama"], question, stream=True))
     assert (text, usage.prompt_tokens_details) == (expected, None)
     [warning] = warnings_in(caplog)
     assert re.search(
@@ -476,7 +476,7 @@ def test_a_request_that_a_cache_does_not_serve_goes_past_it(
     options = {"extra_body": {"generation_config": json.dumps(config)}, "stream": stream}
     for _ in range(2):
         answer = server.chat(main, question, temperature=None, **options)
-        text, usage = drain(answer) if stream else (text_of(answer), answer.usage)
+        text, usage = joined(answer) if stream else (text_of(answer), answer.usage)
         assert text == expected
         assert usage.prompt_tokens_details is None
     [warning] = warnings_in(caplog)
@@ -505,7 +505,7 @@ def test_weights_that_change_are_noticed_and_forgotten(
         changed = generated(references["other"], prompt_ids(question))
         assert changed != before
         answers = [server.chat(other, question, stream=stream) for _ in range(3)]
-        answers = [drain(one) if stream else (text_of(one), one.usage) for one in answers]
+        answers = [joined(one) if stream else (text_of(one), one.usage) for one in answers]
         assert [text for text, _ in answers] == [changed] * 3
         hits = [usage.prompt_tokens_details.cached_tokens for _, usage in answers]
         assert hits == [0] + [reused(prompt_ids(question).shape[1])] * 2
@@ -537,7 +537,7 @@ def test_a_model_that_is_cast_is_served_without_its_cache(
 def test_a_model_that_is_cast_while_it_is_batched_is_served_without_its_cache(
     batching, folders, references, words, caplog
 ):
-    """The thread of its batches ended, and every later request was told that it was dead."""
+    """The thread of its batches ended, and every later request failed because of that."""
     question, folder = words(100), folders["opening"]
     batching.chat(folder, question)
     pair = [batching.timed(folder).model, references["opening"]]
@@ -557,7 +557,7 @@ def test_a_model_that_is_cast_while_it_is_batched_is_served_without_its_cache(
 
 
 def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):
-    """As without a cache; nothing is begun again once a token was heard."""
+    """The same error as without a cache; no retry once a token was streamed."""
     main, question = folders["main"], words(100)
     model, calls = server.timed(main).model, []
     original = model.forward
@@ -572,13 +572,13 @@ def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):
     server.chat(main, words(20))
     monkeypatch.setattr(model, "forward", fails)
     with pytest.raises(openai.APIError):
-        drain(server.chat(main, question, stream=True))
+        joined(server.chat(main, question, stream=True))
     monkeypatch.undo()
     assert len(calls) == 3
     server.check(main)
 
 
-# Requests that cannot be served: others go on.
+# Requests that cannot be served; other requests go on.
 
 FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -592,7 +592,7 @@ VALUES = ("x", -1, 1.5, True, [], ["x"], {}, {"x": "y"}, [[None]])
 
 
 def body_of(path, folder, text="Hello", length=2, **fields):
-    """A request of an endpoint, not streamed."""
+    """Return the body of a request to an endpoint, not streamed."""
     body = {"model": folder, "stream": False, **fields}
     if path == CHATS:
         return {"messages": [{"role": "user", "content": text}], "max_tokens": length, **body}
@@ -602,7 +602,7 @@ def body_of(path, folder, text="Hello", length=2, **fields):
 
 
 def test_one_field_configurations_fail_alone(batching, folders):
-    """216 of wrong types, beside eight clients whose answers stay as they were."""
+    """216 values of wrong types, beside eight clients whose answers stay the same."""
     server, folder = batching, folders["batched"]
     texts = [f"An innocent question, number {n}: {'y' * n}?" for n in range(8)]
     expected = [text_of(server.chat(folder, text)) for text in texts]
@@ -667,7 +667,7 @@ def test_an_unservable_request_gets_the_reason(each, path, stream, fields, reaso
 
 @pytest.mark.parametrize("path", [CHATS, PROMPTS, RESPONSES])
 def test_the_server_does_not_warn_that_it_ignores_the_user(server, folders, path, monkeypatch):
-    """The user is the salt; of other fields it says so."""
+    """The user is the salt; the server warns about other ignored fields."""
     messages = []
     monkeypatch.setattr(utils.logger, "warning_once", messages.append)
     for more in ({}, {"truncation": "auto"} if path == RESPONSES else {"logprobs": None}):
@@ -729,7 +729,7 @@ def test_a_step_that_fails_twice_ends_its_requests(batching, folders, monkeypatc
 
 
 def test_an_unloaded_model_gives_its_cache_back(each, folders, references, words):
-    """The thread that runs its batches kept both, beside those that were loaded next."""
+    """The thread of its batches kept model and cache alive beside the next ones."""
     (running, folder), question = each, words(100)
     expected = generated(references["main"], prompt_ids(question))
     assert text_of(running.chat(folder, question)) == expected
@@ -737,7 +737,7 @@ def test_an_unloaded_model_gives_its_cache_back(each, folders, references, words
     store = weakref.ref(running.served(folder).cache._store)
     is_batched = folder == folders["batched"]
     manager = running.serve._generation_state.get_manager(f"{folder}@main", use_cb=is_batched)
-    # The thread that answers lets go of the model just after it has answered.
+    # The answering thread releases the model just after its answer.
     end = partial(manager._cb._thread.join, 30) if is_batched else manager.submit(int).result
     running.timed(folder).timeout_seconds = 1
     running.timed(folder)._timeout_reached()
@@ -745,7 +745,7 @@ def test_an_unloaded_model_gives_its_cache_back(each, folders, references, words
     gc.collect()
     assert (model(), store()) == (None, None)
     assert folder not in running.get("/metrics")
-    answers = [running.chat(folder, question) for _ in range(2)]  # it is loaded again
+    answers = [running.chat(folder, question) for _ in range(2)]  # the model is loaded again
     assert [text_of(one) for one in answers] == [expected] * 2
     assert [hit(one) for one in answers] == [0, reused(prompt_ids(question).shape[1])]
 
@@ -802,7 +802,7 @@ def found():
 
 @pytest.fixture
 def uninstalled(monkeypatch):
-    """As if nothing were installed; what is comes back afterwards."""
+    """Uninstall everything for one test, and restore the installation afterwards."""
     kept = list(installing._originals)
     substitutes = [(owner, name, vars(owner)[name]) for owner, name, _ in kept]
     models = list(installing._installed)
@@ -965,7 +965,7 @@ BATCHES = (
     ids=["one by one", "continuous batching"],
 )
 def test_the_command_serves(folders, references, words, options, batches, tmp_path):
-    """Of the library's own options those that say something of a batch count as well."""
+    """The library's own options for batches count as well."""
     command = [sys.executable, "-c", COMMAND, "serve", folders["main"], *options]
     command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
     command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]

@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 class Processor(ProcessorMixin):
-    """Qwen3.5's without videos, whose processor needs torchvision."""
+    """Qwen3.5's processor without videos, which need torchvision."""
 
     return_mm_token_type_ids = True
     replace_image_token = Qwen3VLProcessor.replace_image_token
@@ -62,7 +62,7 @@ def model(processor):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "continuous batching"])
 def server(request, processor, model, tmp_path_factory):
-    """A server whose one model is the composite one: itself and the folder it was loaded from."""
+    """A server of the composite model, and the folder that the model was loaded from."""
     folder = str(tmp_path_factory.mktemp("composite"))
     model.save_pretrained(folder)
     with (
@@ -71,7 +71,7 @@ def server(request, processor, model, tmp_path_factory):
     ):
         running = Server(continuous_batching=request.param)
         yield running, folder
-        # Text is batched, and images are not, where the server batches.
+        # A batching server batches text, not images.
         stats = running.served(folder).cache.batch_stats()
         assert (stats is not None and stats.decode_steps > 0) == request.param
         running.close()
@@ -79,7 +79,7 @@ def server(request, processor, model, tmp_path_factory):
 
 @pytest.fixture
 def words(generator):
-    """Makes text that nobody has sent before."""
+    """Makes text that no request has sent before."""
     return partial(draw_words, generator)
 
 
@@ -92,7 +92,7 @@ def picture(color):
 
 
 def own_answer(model, processor, messages, images=None):
-    """What the model says by itself, as text."""
+    """Return the model's own answer as text."""
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
     inputs = processor(text=[prompt], images=images, return_tensors="pt")
     output = model.generate(**inputs, do_sample=False, max_new_tokens=NEW)
@@ -108,7 +108,7 @@ def test_text_is_cached_and_images_go_past_it(server, model, processor, words, c
         answer = running.chat(folder, asked)
         assert answer.choices[0].message.content == own_answer(model, processor, asked)
         hits.append(answer.usage.prompt_tokens_details.cached_tokens)
-    # The second user of a system prompt goes on from its end.
+    # The second user of a system prompt resumes at the system prompt's end.
     assert hits[0] == 0
     assert hits[1] == hits[2] >= 5 * BLOCK
 

@@ -1,4 +1,4 @@
-"""What a plan expects a model to keep is what the model's transformers cache holds."""
+"""A plan's state and KV sizes equal those of the model's transformers cache."""
 
 import json
 import runpy
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 def measure(model):
-    """What ``PrefixCache`` measures of a model: its bytes per state and per block."""
+    """Return the bytes per state and per block that ``PrefixCache`` measures."""
     runner = ModelRunner(model)
     cache = runner.new_cache()
     runner.forward([0, 1, 2], cache, 0)
@@ -103,7 +103,7 @@ def test_the_chunk_is_the_kernels(name, chunk, tmp_path):
 
 
 def test_the_readmes_table_is_as_the_code_makes_it():
-    """If this fails, `python tests/model_table.py` writes it anew."""
+    """If this fails, `python tests/model_table.py` rewrites the table."""
     made = runpy.run_path(str(ROOT / "tests" / "model_table.py"))
     readme = made["README"].read_text(encoding="utf-8")
     shown = readme.split(made["BEGIN"])[1].split(made["END"])[0]

@@ -1,4 +1,4 @@
-"""The cache of a notebook survives a restart: prefixes of transformers models below the GPU."""
+"""Prefixes of transformers models in lower tiers, which survive a restart of the process."""
 
 import gc
 import json
@@ -31,7 +31,7 @@ FAMILY = "granite 4"
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """The package's clock jumps in tests; the disk is waited for all the same."""
+    """The package's clock jumps in tests, so loads from disk have no deadline."""
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
 
 
@@ -81,7 +81,7 @@ def below(request, tmp_path):
 
 @pytest.mark.parametrize("family", [FAMILY, "mamba2"])
 def test_the_next_cache_goes_on_with_what_lies_below(below, family) -> None:
-    """The same prompts, whole, and prompts that go on from them."""
+    """The same prompts are found whole, and prompts that continue them."""
     model, settings = make_model(family), {"host_cache_gb": 0.01, **below}
     with make_cache(model, **settings) as first:
         answers, skipped = ask(first, prompts())
@@ -148,9 +148,9 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
         answers, skipped = ask(cache, prompts()[:1])
         assert skipped == 0
         gc.collect()
-        assert disk() is None  # a model that is trained has as many weights as steps
+        assert disk() is None  # a model in training has new weights at each step
         assert answers == [plain(model, prompts()[0]).sequences[0].tolist()]
-        cache.reset()  # forgets what host memory holds, and finds it on the disk
+        cache.reset()  # drops host memory; entries are found on the disk
         assert ask(cache, prompts()[:1]) == (answers, REUSABLE[0])
 
 
@@ -218,7 +218,7 @@ def test_a_call_that_breaks_off_leaves_the_tiers_usable(
 def test_a_change_of_host_memory_that_breaks_off_leaves_the_tiers_usable(
     tmp_path, model, expected, monkeypatch, name
 ) -> None:
-    """As the disk is asked: no call, nor a reset or the closing, went on after that."""
+    """The change breaks off during a load from disk; later calls, reset and close hung after it."""
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
     with open_cache(tmp_path, model) as cache:
@@ -244,7 +244,7 @@ def open_over(store, model):
 
 
 def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next(model, clock) -> None:
-    """A dead holder takes its time for each of them, and there may be many."""
+    """A dead holder costs a timeout at each boundary, and there may be many."""
     store = FaultyStore(MemoryStore())
     with open_over(store, model) as first:
         answers, _ = ask(first, prompts()[:1])
@@ -260,7 +260,7 @@ def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next(model, clo
 
 
 def test_what_is_computed_in_other_dtypes_stays_beside_the_model(model) -> None:
-    """Under autocast: an entry would come back in the dtypes of the layout."""
+    """Under autocast, a loaded entry would have the dtypes of the layout."""
     with make_cache(model, host_cache_gb=0.01) as cache:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             answers, _ = ask(cache, prompts()[:1])

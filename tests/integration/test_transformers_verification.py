@@ -1,4 +1,4 @@
-"""Hits of a prefix cache that are verified, and what its log says."""
+"""Verified hits of a prefix cache, and the log about them."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def find(cache, hit):
 
 
 def converse(cache, generator):
-    """Two turns, a branch, and a prompt that comes again; returns the last prompt."""
+    """Run two turns, a branch, and a repeated prompt; return the last prompt."""
     system = text(generator, 2 * BLOCK + 3)
     first = join(system, text(generator, BLOCK))
     answer = cached(cache, first).sequences

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ANSWER = 6
 STEPS = 3
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""How far below the greatest logit the chosen one may lie, in both cases of logits of size 1."""
+"""Allowed distance of the chosen logit below the greatest, by dtype, for logits of size 1."""
 
 
 def make_tokenizer():
@@ -51,7 +51,7 @@ class Rollouts:
         return [float(number % 2) for number in range(len(prompts))]
 
     def check(self, prompt, answer):
-        """Compare an answer with what the model says of its prompt alone, without a cache."""
+        """Compare an answer with the model's answer to its prompt alone, without a cache."""
         ids = torch.cat([prompt, torch.tensor([answer])], dim=1)
         with torch.no_grad():
             logits = self.model(ids).logits[0, prompt.shape[1] - 1 : -1].float()
@@ -100,7 +100,7 @@ def test_three_steps(tmp_path, generator, options):
     trainer, rollouts = make_trainer(tmp_path, generator, **options)
     model = trainer.model.get_base_model() if options.get("has_adapter") else trainer.model
     assert model is rollouts.model
-    if not options:  # the control: transformers' own refuses the model
+    if not options:  # control: transformers' own generate_batch refuses the model
         with pytest.raises(ValueError, match="Invalid layer type: linear_attention"):
             trainer.train()
     with make_cache(model, max_requests=8, variant="trl") as cache, cache.install():
@@ -111,10 +111,10 @@ def test_three_steps(tmp_path, generator, options):
     assert model.dtype == (torch.bfloat16 if options.get("is_cast") else torch.float32)
     assert not stats.bypasses
     assert not stats.self_resets
-    # Each step's weights are others, so only the second answer to each prompt finds it.
+    # Weights change at each step, so only the second answer to each prompt is a hit.
     assert (stats.requests, stats.hits) == (4, 2)
     assert len(rollouts.answers) == STEPS
     for one, other in zip(rollouts.weights, rollouts.weights[1:], strict=False):
         assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
     if not options.get("has_adapter"):
-        assert rollouts.answers[0] != rollouts.answers[-1]  # what stale prefixes would have given
+        assert rollouts.answers[0] != rollouts.answers[-1]  # stale prefixes: equal answers

@@ -62,12 +62,12 @@ def test_tokens_are_those_of_vllms_own_copies(saved):
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory):
-    """Makes engines over a Qwen3-Next with n-gram drafts; and what one says without a cache."""
+    """Makes engines over a Qwen3-Next with n-gram drafts; and the answers without a cache."""
     folder = tmp_path_factory.mktemp("drafting")
     save_model("qwen3_next", folder, counts=True)
 
     def make(**options):
-        # Room for all prompts in one step: how they are cut may change the last bit in bf16.
+        # All prompts fit in one step: other chunks may change the last bit in bf16.
         options = {"speculative_config": DRAFTS, "max_num_batched_tokens": 2048, **options}
         return Engine(folder, "qwen3_next", **options)
 
@@ -86,7 +86,7 @@ def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
 
 @pytest.fixture(scope="module")
 def interpreted(utils):
-    """vLLM's module once more, whose kernels Triton interprets."""
+    """A second copy of vLLM's module, whose kernels run in Triton's interpreter."""
     stand_in = ModuleType("vllm.triton_utils")
     stand_in.triton, stand_in.tl = triton, triton.language
     own = sys.modules["vllm.triton_utils"]
@@ -97,7 +97,7 @@ def interpreted(utils):
         spec.loader.exec_module(module)
     finally:
         sys.modules["vllm.triton_utils"] = own
-    module._TEMPORAL_TILES = 2  # programs a state: the interpreter runs one after the other
+    module._TEMPORAL_TILES = 2  # programs per state: the interpreter runs them one by one
     assert "Interpreted" in type(module.precopy_mamba_align_fused_kernel).__name__
     return module
 
@@ -251,7 +251,7 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
 
 
 def test_the_value_policy_keeps_prompts_that_come_again():
-    """In vLLM's own manager, loaded by its name as a user configures it."""
+    """The policy runs in vLLM's own manager, loaded by name from a user's configuration."""
     bench = importlib.import_module("bench_vllm_policy")
     requests = draw_scan(2_000)
     num_chunks = bench.num_chunks_of(requests) // 50
@@ -259,5 +259,5 @@ def test_the_value_policy_keeps_prompts_that_come_again():
         policy: bench.measure(requests, num_chunks, policy, 8)["token_hit_rate"]
         for policy in ("lru", "arc", "value")
     }
-    assert rates["value"] > 1.3 * rates["lru"]  # the control: LRU keeps what comes once
+    assert rates["value"] > 1.3 * rates["lru"]  # control: LRU keeps one-time prompts
     assert rates["value"] > rates["arc"] - 0.7
