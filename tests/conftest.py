@@ -1,4 +1,4 @@
-"""What every test shares: where kernels run, how data is drawn, and which tests need a GPU.
+"""Shared setup of tests: where kernels run, random data, and which tests need a GPU.
 
 Without arguments pytest runs all tests, in as many processes as there are CPUs if pytest-xdist is
 installed.
@@ -26,22 +26,22 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are collected: what is imported stays, and is not gone through again
+gc.disable()  # until all tests are collected: imported objects stay and need no more scans
 
-# A script in tests/engines brings each engine and names its file; a named file is always collected.
+# A script in tests/engines installs an engine and names its file; named files are always collected.
 _ENGINES = {"vllm": "integration/test_vllm_real.py", "trl": "integration/test_trl.py"}
 collect_ignore = [each for name, each in _ENGINES.items() if not importlib.util.find_spec(name)]
 
-ALL_BUT_ENGINES = "not engine"  # what pyproject.toml chooses: all tests that need no engine
+ALL_BUT_ENGINES = "not engine"  # pyproject.toml's selection: tests that need no engine
 
 MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import torch
 
-# Timing is no property of the code under test, so no profile fails on it.
+# No profile has a deadline, because timing depends on the machine.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=25, derandomize=True, **_UNTIMED)
 settings.register_profile("long", max_examples=50, derandomize=True, **_UNTIMED)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_UNTIMED)
-# For tests/mutation: a failure is all it asks for, so no example is made smaller or kept.
+# For tests/mutation, which needs only a failure: no shrinking, no example database.
 settings.register_profile(
     "mutation",
     max_examples=10,
@@ -66,16 +66,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         getattr(option, "numprocesses", 0) is None  # -n is not given, and pytest-xdist is there
         and os.environ.get("PYTEST_XDIST_WORKER") is None
         and config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        and not (option.keyword or option.collectonly)  # a few, or none
+        and not (option.keyword or option.collectonly)  # a few tests, or none
         and option.markexpr == ALL_BUT_ENGINES
         and not option.usepdb
         and option.capture != "no"
-        and not getattr(option, "cov_source", None)  # pytest-cov had to know before: give it -n
-        and not torch.cuda.is_available()  # whose memory the tests would have to share
+        and not getattr(option, "cov_source", None)  # pytest-cov needs -n on the command line
+        and not torch.cuda.is_available()  # processes would share its memory
     ):
         option.numprocesses = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     if getattr(option, "numprocesses", None) and option.dist == "no":
-        option.dist = "worksteal"  # what a file's tests have made stays in one process
+        option.dist = "worksteal"  # keeps a file's fixtures in one process
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,9 +95,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage of tests alone, and let the package's clocks jump: no test may mind.
+    """Collect garbage of tests only; make the package's clocks jump: no test may depend on them.
 
-    Clocks do so on a machine that is busy. On a GPU, what is waited for is the device.
+    Clocks jump on a busy machine, too. They do not jump on a GPU, where waits are for the device.
     """
     gc.enable()
     gc.collect()
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed of the test's own: the run's seed and the test's name decide it, not the order.
+    """A seed of the test: derived from the run's seed and the test's name, not from the order.
 
     It is printed, so that pytest shows it beside a failure.
     """

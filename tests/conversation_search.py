@@ -1,8 +1,8 @@
-"""Holds random conversations with a prefix cache, and prints the table of what came of them.
+"""Runs random conversations with a prefix cache, and prints a table of the results.
 
 Run ``python tests/conversation_search.py --conversations 2000 --seed 0``: half an hour on one core.
-Conversation ``n`` of a search is the one of seed ``seed + n``, and of no other number: it is
-repeated with ``--seed`` alone. The exit status is 1 if anything was wrong.
+Conversation ``n`` of a search has the seed ``seed + n`` and depends on nothing else: ``--seed``
+alone repeats it. The exit status is 1 if anything was wrong.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main():
 
 
 def search(seeds, options):
-    """Holds the conversations of ``seeds``, prints the table; returns whether any was wrong."""
+    """Runs the conversations of ``seeds``, prints the table; returns whether any was wrong."""
     counts, wrong = Counter(), []
     started, number = time.process_time(), 0
     try:

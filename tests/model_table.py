@@ -1,7 +1,7 @@
-"""``python tests/model_table.py`` writes into the README which models are supported.
+"""``python tests/model_table.py`` writes the table of supported models into the README.
 
-Every family of transformers that the tests know is made, tiny and with random weights, and a prefix
-cache around it says the rest.
+A tiny model with random weights is made for every family of the tests; a prefix cache around the
+model gives the columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def table() -> str:
 
 
 def write() -> None:
-    """Put the table where the README has it."""
+    """Replace the table in the README."""
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
     README.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}", encoding="utf-8")

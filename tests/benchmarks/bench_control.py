@@ -37,7 +37,7 @@ _SEQUENCE_BLOCKS = 16
 def measure_evict_and_allocate(
     pool_sizes: Sequence[int] = _POOL_SIZES, *, num_blocks: int = 4, runs: int = 2_000
 ) -> Iterator[Measurement]:
-    """Time taking blocks from a full cache and giving them back, per number of cached blocks."""
+    """Time allocating and freeing blocks of a full cache, per number of cached blocks."""
     medians = []
     for size in pool_sizes:
         progress(f"evict and allocate {num_blocks} of {size:,} cached blocks")
@@ -70,7 +70,7 @@ def measure_hash_chain(
 def measure_allocate_slots(
     pool_sizes: Sequence[int] = _POOL_SIZES[1:], *, max_slots: int = 2_000, runs: int = 2_000
 ) -> Iterator[Measurement]:
-    """Time giving three blocks a slot when every slot is taken, per size of the KV pool."""
+    """Time assigning slots to three blocks when all slots are taken, per size of the KV pool."""
     for size in pool_sizes:
         progress(f"allocate 3 of {max_slots:,} slots over {size:,} KV blocks")
         yield Measurement(
@@ -137,7 +137,7 @@ MEASUREMENTS: tuple[Callable[[], Iterator[Measurement]], ...] = (
     measure_admission,
     measure_chunk_metadata,
 )
-"""What ``control`` runs, in order."""
+"""The measurements of ``control``, in order."""
 
 
 def _evict_and_allocate_us(pool_size: int, num_blocks: int, runs: int) -> float:
@@ -176,7 +176,7 @@ def _allocate_slots_us(pool_size: int, max_slots: int, runs: int) -> float:
         block_hashes=np.full(pool_size, -1),
     )
     slots = MambaSlotAllocator(
-        # Any: just the fields that these calls read, as an embedder may give.
+        # Any: only the fields that these calls read.
         cast(Any, SimpleNamespace(max_requests=1, kv_block_allocator=kv_blocks, device="cpu")),
         max_slots,
         1,

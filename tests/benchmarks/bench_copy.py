@@ -1,10 +1,10 @@
-"""Times state copies on a GPU, beside other ways to move the same bytes.
+"""Times state copies on a GPU beside other ways to move the same bytes.
 
     python tests/benchmarks/bench_copy.py --json copy.json
 
 Whole states are copied, a prefill's checkpoints are saved, and int8 slots are written and read.
 Every figure is a median of runs queued behind one another, so that the device never waits for the
-host. No time is taken before the bits have been compared.
+host. Bits are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _STEP_RUNS = 7
 _BLOCK = 128
 
 # Nemotron-H-8B's layers, fewer of them, and a vocabulary of bytes: the share of a step is that of a
-# layer. Attention, which would make the step longer, is left out.
+# layer. Attention is left out: it would make the step longer.
 _MODEL = HybridModelConfig(
     layer_pattern="M-M-",
     hidden_size=4096,
@@ -157,7 +157,7 @@ def measure_model_step(config: HybridModelConfig) -> Iterator[Measurement]:
     )
     metadata = context.begin_step().metadata
     assert int((metadata.checkpoint_slots >= 0).sum()) == _CHECKPOINTS
-    # Any: just the fields that are read, and no checkpoint is saved.
+    # Any: only the fields that are read; no checkpoint is saved.
     saves_nothing: Any = SimpleNamespace(
         kv_cache=context.kv_cache,
         live_states=context.live_states,
@@ -197,7 +197,7 @@ def measure_quantized_copies(ssm_dtype: torch.dtype) -> Iterator[Measurement]:
 
 
 class _Pools:
-    """Two pools of random states, and the ways to copy rows from one to the other."""
+    """Two pools of random states, and ways to copy rows from one to the other."""
 
     def __init__(self, spec: StateSpec, num_rows: int) -> None:
         self.spec, self.num_rows = spec, num_rows
@@ -215,7 +215,7 @@ class _Pools:
                 write[:, destination].copy_(read[:, source])
 
     def flat(self, num_slots: int, turn: int) -> None:
-        """Copy as many bytes in one piece, another piece each turn if there is room."""
+        """Copy as many bytes in one piece; use a different piece each turn if there is room."""
         source, destination = self.sources[1].view(-1), self.destinations[1].view(-1)
         count = num_slots * self.spec.bytes_per_slot // source.element_size()
         start = turn % (source.numel() // count) * count
@@ -261,7 +261,7 @@ class _Layer:
         self.plan()()
 
     def check_bits(self) -> None:
-        """Compare one extraction into slots that are not int8 with what a loop would have taken."""
+        """Compare one extraction into plain slots with a loop's."""
         self.extract()
         width = self.live.shape[2]
         places = zip(self.order.tolist(), self.ends.tolist(), strict=True)
@@ -285,7 +285,7 @@ def _compare(shape: str, pools: _Pools, num_slots: int) -> Iterator[Measurement]
     yield measured(f"{name}: time over a flat copy's", own / flat, "x", detail=detail)
     for other, time_us in (("indexing", index), ("a loop", loop)):
         speedup = time_us / own
-        # What no copy can do, this one cannot: how much faster a flat copy is.
+        # A flat copy is the upper bound: report how much faster it is.
         detail = f"{time_us:,.1f} us; a flat copy is {time_us / flat:.2f}x faster"
         yield measured(f"{name}: faster than {other}", speedup, "x", detail=detail)
     detail = "rows in lists on the host, large copies queued before"
@@ -338,7 +338,7 @@ def _random_pool(spec: StateSpec, num_rows: int) -> StatePool:
 def _check_quantized_bits(
     live: StatePool, slots: StatePool, store: StateCopier, restore: StateCopier
 ) -> None:
-    """Compare one state, there and back, with what PyTorch makes of it on the CPU."""
+    """Compare one state, quantised and restored, with PyTorch's result on the CPU."""
     store.copy([2], [3])
     codes, scales = quantize_states(live["ssm"][:2, 2].cpu())
     assert torch.equal(slots["ssm"][:2, 3].cpu(), codes)

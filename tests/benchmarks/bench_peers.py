@@ -1,4 +1,4 @@
-"""Times the control plane beside other engines' bookkeeping, in one process, in turns.
+"""Times the control plane beside other engines' bookkeeping, in turns in one process.
 
     python tests/benchmarks/bench_peers.py --json peers.json
     tests/engines/vllm.sh .vllm && .vllm/venv/bin/python tests/benchmarks/bench_peers.py
@@ -71,7 +71,7 @@ class NanoVllm:
         return block
 
     def add(self, tokens: list[int]) -> list[int]:
-        """Give a prompt its blocks, cached ones as far as there are."""
+        """Give a prompt its blocks, cached ones where possible."""
         size, before, is_missed, table = self._block_size, -1, False, []
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
@@ -94,7 +94,7 @@ class NanoVllm:
         return table
 
     def append(self, tokens: list[int], table: list[int]) -> None:
-        """Have room for the next token, and hash the block that the last one filled."""
+        """Reserve room for the next token, and hash the block that the last token filled."""
         size = self._block_size
         if len(tokens) % size == 1:
             table.append(self._take())
@@ -221,7 +221,7 @@ def measure_lives(runs: int = 60) -> Iterator[Measurement]:
 
 
 def measure_admissions(runs: int = 60) -> Iterator[Measurement]:
-    """Time the admission of prompts that nobody has seen, given as lists."""
+    """Time the admission of fresh prompts, given as lists."""
     for block_size, num_tokens in ((16, 4_096), (256, 4_096), (256, 32_768)):
         progress(f"admission of {num_tokens:,} tokens, block {block_size}")
         size = (2 * runs + 9) * (num_tokens // block_size + 1)

@@ -20,11 +20,11 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from mamba_cache.integrations.transformers import PrefixCache
 
 _FULL, _TINY = (4096, 256, 2048, 128, 384, 32), (64, 32, 64, 8, 24, 3)
-"""Cached and new tokens of a hit; shared tokens, fewest and most own ones, and rows of a batch."""
+"""Cached and new tokens of a hit; shared, min own and max own tokens, and rows of a batch."""
 _MORE_TOKENS = 28
-"""Of prompts that are no multiple of a chunk."""
+"""Extra tokens that make prompts no multiple of a chunk."""
 _ANSWER_TOKENS = {True: 127, False: 8}
-"""After the first one, of an answer whose time is compared with plain transformers; on a GPU."""
+"""Answer tokens after the first, timed beside plain transformers, by whether on a GPU."""
 
 
 class _Times:
@@ -35,7 +35,7 @@ class _Times:
         self.figures: list[Measurement] = []
 
     def draw(self, length: int) -> list[int]:
-        """Return tokens that nobody has seen."""
+        """Return fresh random tokens."""
         tokens: list[int] = self._subject.random(length)[0].tolist()
         return tokens
 
@@ -115,7 +115,7 @@ class _Times:
         ]
 
     def time_burst(self, shared: int, own: int, count: int) -> None:
-        """Time all first tokens of many prompts, over a plain forward of as many new tokens."""
+        """Time first tokens of many prompts, relative to a plain forward of as many new tokens."""
         stem = self.draw(shared)
         self.run([[*stem, *self.draw(own)]], is_eager=True)
 
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     subject = make_subject(options.family)
     prefix, suffix, shared, low, high, rows = _TINY if subject.family_name == "tiny" else _FULL
-    # All prompts of some calls fit; states that no other prompt uses are evicted.
+    # Prompts of several calls fit; states that no other prompt uses are evicted.
     tokens = 4 * (prefix + suffix) * (options.rounds + 4) + 6 * rows * (shared + high)
     cache = subject.prefix_cache(
         num_tokens=tokens, num_calls=2 * rows, max_requests=2 * rows, reuse_answers=False

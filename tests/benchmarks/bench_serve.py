@@ -41,7 +41,7 @@ WAYS = {
     "cached": "PrefixCache.generate, one by one",
     "batch": "generate_batch",
 }
-"""The ways to answer requests, and what figures call them."""
+"""The ways to answer requests, by name, with their titles in figures."""
 
 WORKLOADS = {
     "shared": "requests of a shared prefix",
@@ -50,32 +50,32 @@ WORKLOADS = {
     "rollouts": "prompts with many samples each",
     "trainer": "prompts of mixed lengths, nothing shared, each in the list once for each sample",
 }
-"""The workloads, and what each is."""
+"""The workloads by name, with descriptions."""
 
 _SAMPLE = 2
 _SECONDS_ON_A_GPU = 400
-"""A GPU is often lent for ten minutes; what is begun last may take one of them."""
+"""GPUs are often lent for ten minutes; the last measurement may take one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How large workloads are."""
+    """Sizes of the workloads."""
 
-    requests: int  # of the workloads with a shared prefix
-    shared: int  # tokens that their prompts begin with
-    own: int  # tokens of each prompt's own; of mixed ones in the mean
-    own_range: tuple[int, int]  # of mixed ones the fewest and the most
-    new: int  # tokens of each answer of the first
+    requests: int  # requests of the workloads with a shared prefix
+    shared: int  # tokens of the shared prefix
+    own: int  # own tokens of each prompt; the mean of mixed lengths
+    own_range: tuple[int, int]  # min and max own tokens of mixed lengths
+    new: int  # tokens of each answer of equal length
     min_new: int  # min tokens of an answer of mixed length
     max_new: int  # max tokens of an answer of mixed length, and tokens of a rollout answer
-    prompts: int  # of the rollouts
-    samples: int  # of each
-    trained: tuple[int, int, int]  # prompts of a trainer, the fewest and the most tokens of each
-    trained_samples: int  # of each of these
+    prompts: int  # prompts of the rollouts
+    samples: int  # answers to each rollout prompt
+    trained: tuple[int, int, int]  # prompts of a trainer, min and max tokens of each
+    trained_samples: int  # answers to each trainer prompt
     static_rows: tuple[int, ...]  # sizes of static batches to try
     decode_rows: tuple[int, ...]  # sizes of batches whose decode steps are timed
-    steps: int  # how many of these
-    # Requests whose first tokens are timed, and the fewest and the most tokens of each one's own.
+    steps: int  # decode steps to time
+    # Requests whose first tokens are timed, with min and max own tokens.
     firsts: tuple[tuple[int, int, int], ...]
 
 
@@ -97,15 +97,15 @@ _FIRST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that come all at once."""
+    """Requests that arrive all at once."""
 
     name: str  # one of ``WORKLOADS``
-    title: str  # what figures call it
-    prompts: list[list[int]]  # the tokens of each
-    new_tokens: list[int]  # the most that each prompt's answers have
-    samples: int = 1  # answers to each prompt; if more than one, they are drawn
-    is_repeated: bool = False  # a prompt is in a batch once for each sample, as trainers have it
-    # Tokens that end an answer. None: each has as many as it may.
+    title: str  # its name in figures
+    prompts: list[list[int]]  # the tokens of each prompt
+    new_tokens: list[int]  # max tokens of each prompt's answers
+    samples: int = 1  # answers to each prompt; several are sampled
+    is_repeated: bool = False  # a batch repeats a prompt per sample, as trainers do
+    # Tokens that end an answer. Empty: each answer has its max tokens.
     end_tokens: list[int] = field(default_factory=list)
 
     @property
@@ -119,10 +119,10 @@ class Workload:
         return max(map(len, self.prompts))
 
     def options(self, prompt: int) -> dict[str, Any]:
-        """Return how ``generate`` makes an answer to a prompt."""
+        """Return the options of ``generate`` for an answer to a prompt."""
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens[prompt], "do_sample": False}
         if self.samples > 1:
-            # As rollouts are drawn: from what the model says, nothing cut off.
+            # Rollouts are sampled from all tokens.
             options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         if self.end_tokens:
             options["eos_token_id"] = self.end_tokens
@@ -150,7 +150,7 @@ def mixed_lengths(drawn: random.Random, count: int, low: int, high: int, *, mean
         min(max(round(mean * drawn.lognormvariate(-0.32, 0.8)), low), high) for _ in range(count)
     ]
     left = mean * count - sum(lengths)
-    while left:  # so that as many tokens are computed as of equal lengths
+    while left:  # so that the sum equals that of equal lengths
         place, step = drawn.randrange(count), 1 if left > 0 else -1
         if low <= lengths[place] + step <= high:
             lengths[place] += step
@@ -161,7 +161,7 @@ def mixed_lengths(drawn: random.Random, count: int, low: int, high: int, *, mean
 def make_workloads(
     names: Sequence[str], scale: _Scale, vocabulary: int, seed: int = 0
 ) -> list[Workload]:
-    """Draw workloads, the same ones for a seed."""
+    """Draw workloads, equal for equal seeds."""
     drawn = random.Random(seed)
 
     def tokens(number: int) -> list[int]:
@@ -172,8 +172,8 @@ def make_workloads(
         if name == "rollouts":
             title = f"{scale.prompts} x {scale.samples} rollouts"
             prompts = [tokens(4 * scale.own) for _ in range(scale.prompts)]
-            # An answer of a random model ends where any of these comes: after half the most that
-            # it may have, on average, and at no length that anybody knows before.
+            # An answer of a random model ends where any of these comes: on average after half its
+            # max tokens, at a length that is not known before.
             ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.max_new)
             lengths = [scale.max_new] * scale.prompts
             workload = Workload(name, title, prompts, lengths, scale.samples, ends)
@@ -204,15 +204,15 @@ def make_workloads(
 
 @dataclass(slots=True)
 class Outcome:
-    """What one way made of a workload, or of a part of it.
+    """The result of one way for a workload, or for a part of it.
 
     Attributes:
-        seconds: All of it took.
+        seconds: Total time.
         answers: The tokens of each answer, by prompt and number of the sample.
-        first_seconds: Until each answer's first token was on the host: from the moment that all
-            requests came, or from the beginning of the call where they are called one by one.
+        first_seconds: Until each answer's first token was on the host: from the moment when all
+            requests arrived, or from the beginning of the call if called one by one.
         step_seconds: From one token of an answer to the next.
-        rows: Answers computed side by side at most; 0: the way decides.
+        rows: Max answers computed side by side; 0: the way decides.
     """
 
     seconds: float = 0.0
@@ -227,7 +227,7 @@ class Outcome:
         return sum(map(len, self.answers.values())) / self.seconds
 
     def as_dict(self, workload: Workload) -> dict[str, Any]:
-        """Return what the result keeps of it."""
+        """Return the figures for the JSON result."""
         return {
             "rows": self.rows,
             "answers": len(self.answers),
@@ -242,9 +242,9 @@ class Outcome:
 
 
 class _Stamps:
-    """A stopping criterion that stops nothing, and keeps when each token came.
+    """A stopping criterion that stops nothing and records each token's time.
 
-    ``generate`` itself waits for the device after each token, to see whether all answers are over.
+    ``generate`` itself waits for the device after each token, to check for the end of all answers.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
@@ -280,7 +280,7 @@ def _answer_one_by_one(
 def _answer_in_batches(
     subject: Subject, workload: Workload, rows: int, max_batches: int | None = None
 ) -> Outcome:
-    """Call ``model.generate`` for batches in the order of arrival, each until all of it is over."""
+    """Call ``model.generate`` for batches in the order of arrival, one after the other."""
     model, outcome = subject.model, Outcome(rows=rows)
     size = max(1, rows // workload.samples)
     batches = [
@@ -340,13 +340,13 @@ def _answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) ->
 
 
 def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
-    """Return the seconds of each step in which so many requests decode and nobody else is there."""
+    """Return the seconds of each step in which exactly ``rows`` requests decode."""
     prompts = [subject.random(64)[0].tolist() for _ in range(rows)]
     config = _config(Workload("steps", "", prompts, [steps + 1] * rows), 0)
     found = cache.generate_batch(prompts, generation_config=config, record_timestamps=True)
     stamps = [output.timestamps for output in found.values()]
     all_from, until = max(one[0] for one in stamps), min(one[-1] for one in stamps)
-    # Between two tokens of one request lies a step of all.
+    # Two tokens of one request are one step of all apart.
     times = [at for at in stamps[-1] if all_from <= at <= until]
     return _gaps(times)
 
@@ -363,7 +363,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median and 99th percentile in milliseconds; nothing of no times."""
+    """Return median and 99th percentile in milliseconds; empty without times."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
@@ -375,13 +375,13 @@ def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def compile_parts(model: torch.nn.Module) -> list[str]:
-    """Compile in place what computes each token by itself; return the names of the classes.
+    """Compile norms, MLPs and experts in place; return the names of their classes.
 
-    The norms, MLPs and experts of a model. What reads a cache stays as it is.
+    These compute each token by itself. Layers that read a cache are not compiled.
     """
     parts: list[torch.nn.Module] = []
     seen: set[torch.nn.Module] = set()
-    for module in model.modules():  # a part before what is in it
+    for module in model.modules():  # a module before its children
         if module not in seen and re.search(r"(Norm|NormGated|MLP|MoE)$", type(module).__name__):
             parts.append(module)
             seen.update(module.modules())
@@ -412,7 +412,7 @@ class _Report:
     start: float = 0.0
 
     def result(self) -> dict[str, Any]:
-        """Return all of the result but the figures."""
+        """Return the result without the figures."""
         return {
             "sample": self.sample,
             "seconds": round(time.perf_counter() - self.start, 1),
@@ -483,7 +483,7 @@ class _Report:
                 chosen = one.sample(self.sample)
                 others = [i for i in range(len(one.prompts)) if i not in chosen][:2]
                 for other in others if one.samples == 1 else ():
-                    # Of a part, most would be the first to see what all share.
+                    # In a sample, most prompts would be the first with a shared prefix.
                     ids = torch.tensor([one.prompts[other]], device=self.subject.model.device)
                     self.subject.generate(cache, ids)
                 run = partial(_answer_one_by_one, self.subject, cache, one, chosen)
@@ -551,7 +551,7 @@ class _Report:
             self.equal_seconds[count] = median
             self._compare_with_a_forward(title, median, count)
         elif count in self.equal_seconds:
-            ratio = median / self.equal_seconds[count]  # of as many tokens
+            ratio = median / self.equal_seconds[count]  # equal lengths with as many tokens
             self.figures.append(Measurement(f"{title}, over equal lengths", ratio, "x"))
 
     def _compare_with_a_forward(self, title: str, seconds: float, rows: int) -> None:
@@ -563,7 +563,7 @@ class _Report:
         self.figures.append(Measurement(f"{title}, over one plain forward", ratio, "x"))
 
     def _make_cache(self) -> PrefixCache:
-        """Make a prefix cache that gives nothing up that a workload needs."""
+        """Make a prefix cache that evicts no entry that a workload needs."""
         self._empty()
         tokens = max(
             sum(map(len, one.prompts)) + max(one.new_tokens) * one.num_answers
@@ -605,7 +605,7 @@ class _Report:
     def _equality(
         self, workload: Workload, found: dict[str, list[Outcome]]
     ) -> Iterator[Measurement]:
-        """Compare the answers of all ways with those of the first one, as far as both have some."""
+        """Compare all ways' answers with the first way's, where both have them."""
         answers = {
             way: {key: answer for one in found[way] for key, answer in one.answers.items()}
             for way in WAYS
@@ -628,7 +628,7 @@ class _Report:
             )
 
     def _attempt(self, title: str, run: Callable[[], None]) -> None:
-        """Measure something; a failure is part of the result, and the rest is measured still."""
+        """Run one measurement; record a failure in the result and go on."""
         if self.seconds is not None and time.perf_counter() - self.start > self.seconds:
             self.failed[title] = f"not begun: {self.seconds} s were over"
             return
@@ -646,16 +646,16 @@ class _Report:
         try:
             self._empty()
         except RuntimeError as error:
-            # An assertion of a kernel, in whichever way: no process recovers from it.
+            # An assertion in a kernel: the process cannot recover from it.
             self.is_lost = True
             self.failed.setdefault(title, f"{type(error).__name__}: {error}")
 
     def _warm_up(self, run: Callable[[], object]) -> None:
-        """Have kernels compiled and tuned before anything is timed."""
+        """Compile and tune kernels before anything is timed."""
         self.subject.time(run)
 
     def _warm_up_batches(self, cache: PrefixCache) -> None:
-        """Do the same for batches: prompts with a common beginning, as long as the longest."""
+        """Warm up batches with prompts that share a prefix, as long as the longest prompt."""
         _time_decode_steps(self.subject, cache, 2, 4)
         [stem], ends = self._fresh(1).tolist(), self._fresh(4).tolist()
         part = len(stem) // 9
@@ -663,7 +663,7 @@ class _Report:
         cache.generate_batch(prompts, max_new_tokens=2, do_sample=False)
 
     def _fresh(self, rows: int) -> torch.Tensor:
-        """Return prompts of nobody, as long as the longest: [rows, length]."""
+        """Return fresh prompts as long as the longest prompt: [rows, length]."""
         length = max(one.longest for one in self.workloads)
         return torch.cat([self.subject.random(length) for _ in range(rows)])
 
@@ -692,7 +692,7 @@ def _figures_of(way: str, workload: Workload, outcome: Outcome) -> Iterator[Meas
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return what share of two answers is equal from their beginnings on."""
+    """Return the share of two answers that is their common prefix."""
     same = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -710,10 +710,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--tiny", dest="family", action="store_const", const="tiny", help=about)
     add("--workload", nargs="+", choices=WORKLOADS, help="workloads to run; default: all")
     add("--only", nargs="+", choices=WAYS, help="ways to run them; default: all")
-    about = "prompts that are called one by one, and one batch of each size, instead of all; "
+    about = "number of prompts called one by one, with one batch of each size, in place of all; "
     about += f"default: {_SAMPLE}, or with tiny workloads all"
     add("--sample", type=int, metavar="N", help=about)
-    about = "begin nothing new after so long, and report what there is; default: on a GPU "
+    about = "start no measurement after N seconds, report the results so far; default: on a GPU "
     about += f"{_SECONDS_ON_A_GPU}, with tiny workloads no limit"
     add("--seconds", type=int, metavar="N", help=about)
     add("--static-rows", type=int, nargs="+", metavar="N", help="sizes of static batches to try")

@@ -1,10 +1,10 @@
-"""Times a step on the host: the bookkeeping of decoding requests, and of a prompt's life.
+"""Times a step on the host: bookkeeping of decoding requests, and of a prompt's whole life.
 
     python tests/benchmarks/bench_step.py --json step.json
 
 No model runs here. All of it is single-threaded, and process time is measured, so that other work
-on the machine does not count. Steps of the context and of a plain loop take turns in one run; their
-ratio holds where the machine is slower or busy.
+on the machine does not count. Steps of the context and of a plain loop take turns in one run, so
+their ratio holds on a slower or busy machine.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def measure_decode_steps(
 def measure_prompt_lives(
     lives: Sequence[tuple[int, int]] = _LIVES, *, runs: int = 60
 ) -> Iterator[Measurement]:
-    """Time adding a prompt that nobody has seen, its one step, and its end.
+    """Time adding a fresh prompt, its one step, and its end.
 
     Args:
-        lives: For each its tokens, and the tokens of a block.
-        runs: How often each is timed.
+        lives: Pairs of prompt tokens and tokens of a block.
+        runs: Number of timings of each pair.
     """
     for num_tokens, block_size in lives:
         progress(f"lives of {num_tokens:,} tokens in blocks of {block_size}")
@@ -80,10 +80,10 @@ def measure_prompt_lives(
 
 
 class PlainLoop:
-    """The same bookkeeping as plain engines do it: a loop over request objects, in each part.
+    """The bookkeeping of plain engines: each part is a loop over request objects.
 
-    In the style of nano-vllm: a step takes blocks for those that open one, gathers five lists and a
-    padded block table into tensors, appends the sampled tokens, and hashes the blocks that fill.
+    In the style of nano-vllm: a step allocates blocks where requests open one, gathers five lists
+    and a padded block table into tensors, appends the sampled tokens, and hashes the full blocks.
 
     Args:
         lengths: Tokens of each prompt.
@@ -95,7 +95,7 @@ class PlainLoop:
         self._block_size = block_size
         self._free = deque(range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
-        self._digest = xxhash.xxh3_128_digest  # that engine's is xxh64
+        self._digest = xxhash.xxh3_128_digest  # nano-vllm uses xxh64
         self.running = deque(_PlainRequest([1] * length) for length in lengths)
         for request in self.running:
             for _ in range(-(-len(request.tokens) // block_size)):
@@ -104,7 +104,7 @@ class PlainLoop:
                 self._hash(request, index)
 
     def begin(self) -> tuple[list[_PlainRequest], list[torch.Tensor]]:
-        """Schedule all requests; return them, and what the model would read."""
+        """Schedule all requests; return them, and the model's inputs."""
         scheduled = []
         while self.running:
             request = self.running.popleft()
@@ -133,7 +133,7 @@ class PlainLoop:
         ]
 
     def commit(self, scheduled: Sequence[_PlainRequest], tokens: Sequence[int]) -> None:
-        """Append each request's token; hash the block that it fills; see whether it ends."""
+        """Append each request's token; hash the block that it fills; detect the request's end."""
         for request, token in zip(scheduled, tokens, strict=True):
             request.append(token)
             if len(request.tokens) % self._block_size == 0:
@@ -178,7 +178,7 @@ class _LoopOfSteps:
 
 
 class _ContextOfSteps:
-    """Requests that decode; with drafts one is accepted in each step, beside the token after it."""
+    """Requests that decode; with drafts each step accepts one draft and adds the next token."""
 
     def __init__(
         self, lengths: Sequence[int], *, num_drafts: int, is_default: bool = False
@@ -230,7 +230,7 @@ def _compared(count: int, times: Sequence[list[float]], runs: int) -> Iterator[M
         (f" and {_NUM_DRAFTS} drafts each", drafting),
         (", default settings", default),
     ):
-        own = statistics.mean(seconds) * 1e6  # a median would leave out steps that end blocks
+        own = statistics.mean(seconds) * 1e6  # a median would omit steps that end blocks
         yield Measurement(
             f"begin and commit a step, {count:,} requests{name}",
             own,
@@ -280,18 +280,18 @@ def _lives(num_tokens: int, block_size: int, runs: int) -> list[list[float]]:
 
 
 def _interleaved(steps: Sequence[Callable[[], float]], runs: int) -> list[list[float]]:
-    """Return the seconds of each kind of step, which take turns, a few steps each."""
+    """Return the seconds of each kind of step; kinds take turns, a few steps each."""
     times: list[list[float]] = [[] for _ in steps]
     while len(times[-1]) < runs:
         for seconds, step in zip(times, steps, strict=True):
-            step()  # what the others have left in the processor's caches is not its own
+            step()  # refill the processor's caches after the other kinds
             seconds += [step() for _ in range(min(_STEPS_IN_TURN, runs - len(seconds)))]
     return times
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have PyTorch use one thread, so that process time is the time of one core."""
+    """Limit PyTorch to one thread, so that process time is the time of one core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

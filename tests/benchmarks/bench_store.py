@@ -1,9 +1,9 @@
-"""Times stores: moving entries, resuming in another process, and steps beside it all.
+"""Times stores: moving entries, resuming in another process, and decode steps meanwhile.
 
     python tests/benchmarks/bench_store.py --store valkey://127.0.0.1:6379 --json store.json
 
-Every entry that is loaded is verified, and the tokens of a resumed prompt are those of a computed
-one, before a time is told. Ratios beside their absolute figures: both sides are taken in turn.
+Before a time is reported, every loaded entry is verified, and the tokens of a resumed prompt equal
+those of a computed one. Ratios stand beside absolute figures: both sides are timed in turn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WAIT_SECONDS: Final = 60.0
 
 
 class _Setting(NamedTuple):
-    """What all processes of a measurement have in common."""
+    """Settings that all processes of a measurement share."""
 
     url: str
     device: str
@@ -53,7 +53,7 @@ class _Setting(NamedTuple):
 
 
 class _FarModel(NoModel):
-    """What stands for a model on an accelerator: the processor only waits for its forwards."""
+    """A stand-in for a model on an accelerator: the processor only waits for its forwards."""
 
     def __init__(self, shape: HybridModelConfig, seconds: float) -> None:
         self._shape, self._seconds = shape, seconds
@@ -90,7 +90,7 @@ def _model_config(*, small: bool) -> HybridModelConfig:
 
 
 def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
-    """Time puts and gets of entries by one process, verified, and a question."""
+    """Time verified puts and gets of entries by one process, and a lookup."""
     name = url.partition(":")[0]
     size = 2**20 if small else 96 * 2**20
     progress(f"{name}: {_ENTRIES} entries of {size / 2**20:g} MiB")
@@ -120,7 +120,7 @@ def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
     seconds = time.perf_counter() - begun
     _check(tier.stats().stored == _ENTRIES, f"{name} stored {tier.stats().dropped}")
     yield _rate(f"{name}: put and confirmed", num_bytes, seconds)
-    into = [np.full(size, 255, np.uint8) for _ in facts]  # touched: its pages are there
+    into = [np.full(size, 255, np.uint8) for _ in facts]  # written once, so its pages are mapped
     begun = time.perf_counter()
     for each, buffer in zip(facts, into, strict=True):
         tier.load(each, buffer.data, lambda refusal: None)
@@ -151,7 +151,7 @@ def _rate(name: str, num_bytes: int, seconds: float) -> Measurement:
 
 
 def _measure_resuming(setting: _Setting) -> Iterator[Measurement]:
-    """Time the first token of a prompt that another process has left, and of one computed here."""
+    """Time the first token of a prompt stored by another process, and of one computed here."""
     name, num_blocks = setting.url.partition(":")[0], 4 if setting.small else 16
     progress(f"{name}: a prompt of {num_blocks * _BLOCK} tokens, resumed in another process")
     runs = 3 if setting.small else 5
@@ -165,7 +165,7 @@ def _measure_resuming(setting: _Setting) -> Iterator[Measurement]:
         for number in range(runs):
             prompt = _prompt(number, num_blocks)
             for times, start in ((computed, 0), (resumed, 1)):
-                # Of another first token nothing is found: it is computed, and as long.
+                # Another first token matches no prefix: a prompt of equal length is computed.
                 own = prompt if start else [(prompt[0] + 7) % 256, *prompt[1:]]
                 begun = time.perf_counter()
                 token, skipped = _first_token(engine, own)
@@ -188,18 +188,18 @@ def _measure_resuming(setting: _Setting) -> Iterator[Measurement]:
 
 
 def _leave_prompts(pipe: Any, setting: _Setting, num_blocks: int, runs: int) -> None:
-    """Compute prompts and leave them in the store; in a process of its own."""
+    """Compute prompts and put them into the store; runs in a process of its own."""
     engine = _engine(setting)
     engine.context.wait_for_tiers()
     tokens = [_first_token(engine, _prompt(number, num_blocks))[0] for number in range(runs)]
     engine.context.wait_for_tiers()
     pipe.send(tokens)
-    pipe.recv()  # what it gave to the store goes with it
+    pipe.recv()  # memory that it lent to the store ends with it
     engine.context.close()
 
 
 def _measure_steps(setting: _Setting, rounds: int) -> Iterator[Measurement]:
-    """Time decode steps of processes that write to a store, and of such without one, in turn."""
+    """Time decode steps of processes with a store that they write to, and without, in turn."""
     name = setting.url.partition(":")[0]
     progress(f"{name}: steps of {_PROCESSES} processes")
     children = [_Child(_time_steps, setting, rounds, number) for number in range(_PROCESSES)]
@@ -232,12 +232,12 @@ def _measure_steps(setting: _Setting, rounds: int) -> Iterator[Measurement]:
 
 
 def _time_steps(pipe: Any, setting: _Setting, rounds: int, number: int) -> None:
-    """Time decode steps with the store and without, in turn; in a process of its own."""
+    """Time decode steps with the store and without, in turn; runs in a process of its own."""
     engines = [_engine(setting), _engine(setting, with_store=False)]
     for engine in engines:
         engine.context.wait_for_tiers()
         _decode(engine, _prompt(10**6 + number, 2))
-    if setting.is_real_time:  # this thread alone, now that those of the tiers are there
+    if setting.is_real_time:  # this thread only: tier threads have started
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(50))
     pipe.send("ready")
     pipe.recv()
@@ -254,7 +254,7 @@ def _time_steps(pipe: Any, setting: _Setting, rounds: int, number: int) -> None:
 
 
 def _decode(engine: Engine, prompt: list[int]) -> list[tuple[float, float]]:
-    """Answer a prompt; return how long each step took that only decodes, and its thread's work."""
+    """Answer a prompt; return the wall time and thread time of each pure decode step."""
     engine.submit(prompt, SamplingParams(max_new_tokens=_STEPS_A_ROUND))
     times: list[tuple[float, float]] = []
     has_begun = False
@@ -301,14 +301,14 @@ def _engine(setting: _Setting, *, with_store: bool = True) -> Engine:
 
 
 def _prompt(number: int, num_blocks: int) -> list[int]:
-    """Return a prompt of so many blocks and a token."""
+    """Return a prompt of ``num_blocks`` blocks and one token."""
     rng = np.random.default_rng(number)
     tokens: list[int] = rng.integers(0, 256, num_blocks * _BLOCK + 1).tolist()
     return tokens
 
 
 def _first_token(engine: Engine, prompt: list[int]) -> tuple[int, int]:
-    """Answer a prompt with one token; return it, and the tokens that were skipped."""
+    """Answer a prompt with one token; return the token, and the number of skipped tokens."""
     prefetch = engine.context.prefetch(Request(request_id="one", prompt_tokens=prompt))
     _check(prefetch.wait() in (PrefetchState.READY, PrefetchState.NOTHING), str(prefetch.state))
     [completion] = engine.generate([prompt], SamplingParams(max_new_tokens=1))
@@ -316,7 +316,7 @@ def _first_token(engine: Engine, prompt: list[int]) -> tuple[int, int]:
 
 
 class _Child:
-    """A process of this benchmark, and what is said to it and heard of it."""
+    """A process of this benchmark, and a pipe of messages to and from it."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -326,19 +326,19 @@ class _Child:
         its.close()
 
     def receive(self) -> Any:
-        """Return the next thing that it says."""
+        """Return the next message of the process."""
         try:
             return self._pipe.recv()
         except EOFError:
             raise MambaCacheError("a process of the benchmark has ended early") from None
 
     def send(self, message: str) -> None:
-        """Let it go on."""
+        """Send a message on which the process continues."""
         self._pipe.send(message)
 
     def close(self) -> None:
-        """Let it end."""
-        with suppress(OSError):  # it has ended
+        """End the process."""
+        with suppress(OSError):  # the process has ended
             self.send("end")
         self._process.join(_WAIT_SECONDS)
         self._process.kill()
@@ -351,7 +351,7 @@ class _Child:
 
 
 def _check(holds: bool, otherwise: str) -> None:
-    """Take no time of what is wrong."""
+    """Raise if a result is wrong, so that it is not timed."""
     if not holds:
         raise MambaCacheError(f"the benchmark of stores went wrong: {otherwise}")
 
@@ -365,16 +365,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--device", metavar="NAME", help="where models are; default: a GPU, else the CPU")
     add("--small", action="store_true", help="tiny entries: to see that it runs")
     add("--rounds", type=int, metavar="N", default=10, help="rounds of steps")
-    about = "steps only wait so long, in the place of a model; default: a model computes"
+    about = "steps wait this long in place of a model; default: a model computes"
     add("--forward-ms", type=float, metavar="MS", help=about)
-    about = "threads of steps go before all others on the machine (root): where CPUs are few"
+    about = "real-time priority for threads of steps (root): where CPUs are few"
     add("--real-time", action="store_true", help=about)
     options = parser.parse_args(arguments)
     device = str(usable_device(options.device))
     results: list[Measurement] = []
     for url in options.store:
         results += _measure_moves(url, small=options.small)
-        if not url.startswith("memory:"):  # which other processes do not see
+        if not url.startswith("memory:"):  # other processes cannot see it
             setting = _Setting(url, device, options.small, secrets.token_bytes(16))
             results += _measure_resuming(setting)
             if options.forward_ms is not None:

@@ -1,13 +1,13 @@
-"""Times tiers: what spilling and loading take beside plain copies of as many bytes.
+"""Times tiers: spills and loads beside plain copies of as many bytes.
 
     python tests/benchmarks/bench_tiers.py --only copies disk --disk-path DIR --json tiers.json
 
 Entries have the shape of Nemotron-H-8B's states and KV blocks. Every copy is timed from the call to
-its end, on the host, with nothing else under way; the plain copies beside them likewise. No time is
-taken before the bits have been compared.
+its end, on the host, with no other work; plain copies are timed in the same way. Bits are compared
+before anything is timed.
 
-Its parts can be run alone. Each says in its details where the time went: on the host, on the link,
-in checksums.
+Parts can be run alone. Details of each part give the time on the host, on the link, and in
+checksums.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from mamba_cache.tiers.memory import RowMemory
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 PARTS = ("copies", "steps", "model", "first", "disk", "ready")
-"""What it measures: copies beside plain ones; steps while copies run, which are matrix products
-alone, and those of a model; first tokens after a prefix that comes from the host and from the disk;
-and how soon a tier is there."""
+"""Measurements: copies beside plain ones; steps while copies run (matrix products, or a model's
+decode steps); first tokens after a prefix that is loaded from the host or the disk; and the time
+until a tier is ready."""
 
 _RUNS = 15
 _BLOCK = 256
@@ -68,16 +68,16 @@ _READERS, _READ_BYTES = 8, 4 * 2**20
 
 
 class TierShape(NamedTuple):
-    """What is copied, and how much of it.
+    """Shape and amount of the copied entries.
 
     Attributes:
-        name: Of the model.
-        states: What one state holds.
-        kv: What one token's keys and values hold.
+        name: Name of the model.
+        states: Layout of one state.
+        kv: Layout of one token's keys and values.
         num_states: States on the GPU and in the tier.
-        num_blocks: KV blocks likewise.
-        ready_gb: Of the tier whose making is timed, in GiB.
-        model: What computes first tokens.
+        num_blocks: KV blocks on the GPU and in the tier.
+        ready_gb: Size of the tier whose construction is timed, in GiB.
+        model: Model that computes first tokens.
     """
 
     name: str
@@ -160,12 +160,12 @@ class _Copies:
         )
 
     def unverified(self) -> _Unverified:
-        """Return what copies by copy engines alone, without a look at what comes."""
+        """Return transfers by copy engines only, without verification."""
         assert isinstance(self.transfers, CudaTransfers)
         return _Unverified(self.transfers, self.device)
 
     def jobs(self, num_states: int, num_blocks: int) -> list[CopyJob]:
-        """Return copies of the first states and blocks to or from the rows of their numbers."""
+        """Return copies of the first states and blocks to or from host rows of equal numbers."""
         jobs = [CopyJob(EntryKind.KV, number, number) for number in range(num_blocks)]
         return jobs + [CopyJob(EntryKind.STATE, number, number) for number in range(num_states)]
 
@@ -174,7 +174,7 @@ class _Copies:
         return sum(self.layouts[job.kind].row_bytes for job in jobs)
 
     def check_bits(self) -> None:
-        """Compare what was spilled and loaded with what there was; a turned bit is found."""
+        """Compare entries before a spill and after a load; check that a flipped bit is detected."""
         jobs = self.jobs(self.shape.num_states, self.shape.num_blocks)
         before = [tensor.clone() for tensor in self.tensors]
         self.transfers.spill(jobs).wait()
@@ -198,7 +198,7 @@ class _Copies:
 
 
 class _Unverified:
-    """Copies by copy engines, in place, and no checksums: nothing but a benchmark does that."""
+    """Copies by copy engines, in place, without checksums: for this benchmark only."""
 
     def __init__(self, transfers: CudaTransfers, device: torch.device) -> None:
         self._transfers = transfers
@@ -251,7 +251,7 @@ def _measure_copies(copies: _Copies) -> Iterator[Measurement]:
 def _stages(
     run: Callable[[Sequence[CopyJob]], Any], jobs: Sequence[CopyJob], num_bytes: int
 ) -> str:
-    """Say where the time of copies goes: on the host, on the link, and after it."""
+    """Describe the time of copies on the host, on the link, and after it."""
     stages = []
     for _ in range(_RUNS):
         begun = time.perf_counter()
@@ -292,14 +292,14 @@ def _load_plainly(copies: _Copies, jobs: Sequence[CopyJob]) -> None:
 
 
 class _Step(NamedTuple):
-    """What stands for a decode step.
+    """A stand-in for a decode step.
 
     Attributes:
-        name: In titles.
-        graph: It, captured.
-        about: What to say of one that takes so many ms.
-        num_steps: How many are timed at a time.
-        kept: What it reads and writes.
+        name: Name in titles.
+        graph: Its CUDA graph.
+        about: Returns the detail text of a step of so many ms.
+        num_steps: Steps per timing.
+        kept: Tensors of the graph, kept alive.
     """
 
     name: str
@@ -359,7 +359,7 @@ class _Steps:
         self._side: Any = torch.cuda.Stream(device)
         self._jobs = copies.jobs(copies.shape.num_states, 0)
         num_bytes = copies.num_bytes(self._jobs) // 2
-        # Copies of nobody's: as many bytes as the loads and spills beside which they stand.
+        # Plain copies without entries, of as many bytes as the loads and spills beside them.
         self._plain = [
             (
                 torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True),
@@ -377,7 +377,7 @@ class _Steps:
         Args:
             copying: "nothing", "plain" for copies of no entries, "load", "spill", "both", or
                 "context" for spills beside steps and a load before each, as a context has them.
-            transfers: What copies.
+            transfers: Transfers that copy.
         """
         times, host, under_way = [], [], list[Any]()
         for _ in range(self._step.num_steps):
@@ -409,7 +409,7 @@ class _Steps:
                     over.append(stream.record_event())
             return over
         tickets = []
-        with torch.cuda.stream(self._side):  # what waits for the loads is not the step's stream
+        with torch.cuda.stream(self._side):  # the step's stream does not wait for loads
             if copying in ("load", "both"):
                 tickets.append(transfers.load(self._jobs[:half]))
             if copying != "load":
@@ -422,7 +422,7 @@ def _is_over(copy: Any) -> bool:
 
 
 def _measure_steps(copies: _Copies, step: _Step) -> Iterator[Measurement]:
-    """Time steps while both directions are saturated, beside what plain copies do to them."""
+    """Time steps while both directions are saturated, by tier copies and by plain copies."""
     progress(f"{step.name} under saturated spills and loads")
     steps = _Steps(copies, step)
     ways: dict[str, tuple[str, Transfers | _Unverified]] = {
@@ -457,7 +457,7 @@ def _measure_steps(copies: _Copies, step: _Step) -> Iterator[Measurement]:
 
 
 class _OneForAll(WeightMaker):
-    """Gives the same weights to all layers of one shape: no time depends on them."""
+    """Gives all layers of one shape the same weights: times do not depend on weights."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -496,7 +496,7 @@ class _FirstTokens:
             model.config.state_spec(model.dtype),
             model.config.kv_spec(model.dtype),
             device=model.device,
-            # Whatever lies below is loaded: what that takes is measured here.
+            # Every entry below is loaded, because loading is measured here.
             load_planner=LoadPlanner(Rates(1e15, 0.0, 1.0), learns=False),
             identity=ModelIdentity(name="bench", weights="of this process"),
         )
@@ -535,7 +535,7 @@ class _FirstTokens:
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the rows that a prefix takes."""
+        """Bytes of the rows of a prefix."""
         host = self.context.host_tier
         assert host is not None
         return (
@@ -544,7 +544,7 @@ class _FirstTokens:
         )
 
     def forget(self, *, host: bool) -> None:
-        """Have the GPU, and the host, hold nothing."""
+        """Empty the GPU's cache; with ``host`` the host tier, too."""
         self.context.kv_block_allocator.deregister_blocks(range(self.num_blocks))
         if host:
             assert self.context.host_tier is not None
@@ -557,7 +557,7 @@ class _FirstTokens:
 
 
 class _Answer(NamedTuple):
-    """What a first token took, in seconds, and which it was."""
+    """Seconds until a first token, and the token."""
 
     seconds: float
     prefetching: float
@@ -603,7 +603,7 @@ def _from_below(firsts: _FirstTokens, where: str, disk: _Disk | None = None) -> 
         prompt = firsts.prompts[run % len(firsts.prompts)]
         firsts.forget(host=disk is not None)
         if disk is not None:
-            disk.read(run)  # in turn, as a disk that others share is not equally fast all the time
+            disk.read(run)  # in turn: a shared disk's speed varies
             _drop_pages(disk.path)
         load = firsts.answer(prompt, prefetches=disk is not None)
         hit = firsts.answer(prompt)
@@ -644,18 +644,18 @@ def _way(is_direct: bool) -> str:
 
 
 class _Disk:
-    """A file beside the tier's, and threads that read it: what the disk gives without the tier.
+    """A file beside the tier's, and threads that read it: the disk's speed without the tier.
 
-    It has bytes for each run, because storage may keep in memory what was read before.
+    It has different bytes for each run, because storage may cache bytes that were read before.
 
     Args:
-        path: Where the tier is.
-        num_bytes: What one run reads.
+        path: Folder of the tier.
+        num_bytes: Bytes that one run reads.
 
     Attributes:
         path: As given.
         num_bytes: As given.
-        is_direct: Whether it is read past the page cache.
+        is_direct: Whether reads bypass the page cache.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -675,10 +675,10 @@ class _Disk:
             self._fd, self.is_direct = os.open(self._file, os.O_RDONLY | os.O_DIRECT), True
         except OSError:
             self._fd, self.is_direct = os.open(self._file, os.O_RDONLY), False
-        self._memory[:] = bytes(self._stride)  # no page of it is missing when it is written to
+        self._memory[:] = bytes(self._stride)  # maps all pages before the timing
 
     def read(self, run: int) -> None:
-        """Read the bytes of a run by all threads at once, and keep the time."""
+        """Read the bytes of a run by all threads at once, and record the time."""
         begun = time.perf_counter()
         parts = range(0, self._stride, _READ_BYTES)
         moved = sum(self._threads.map(partial(self._read_part, run * self._stride), parts))
@@ -686,7 +686,7 @@ class _Disk:
         assert moved == self._stride
 
     def seconds(self) -> float:
-        """Return the median of what the runs took."""
+        """Return the median time of the runs."""
         return statistics.median(self._seconds)
 
     def close(self) -> None:
@@ -701,7 +701,7 @@ class _Disk:
 
 
 def _drop_pages(path: Path) -> None:
-    """Have the system forget what it keeps in memory of the files below a path."""
+    """Drop the files below a path from the system's page cache."""
     for file in [each for each in path.rglob("*") if each.is_file()]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -712,12 +712,12 @@ def _drop_pages(path: Path) -> None:
 
 
 def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measurement]:
-    """Time until a large tier is there, and until the first request of its context is served.
+    """Time until a large tier is ready, and until the first request of its context is served.
 
-    Twice: the first time the system may have to get its memory from somewhere, as a virtual machine
-    does; the second time it has it.
+    Twice: the first time the system may have to obtain memory, as in a virtual machine; the second
+    time the system has the memory.
     """
-    # A server has loaded its model by then: the driver is there, and kernels are compiled.
+    # A server has loaded its model by then: the driver is loaded, and kernels are compiled.
     alone = _make_tier(shape._replace(ready_gb=0.0), device)
     yield Measurement("no tier: until the first request is served", alone.first * 1e3, "ms",
                       detail=f"of a new process: {alone.stages}")  # fmt: skip
@@ -725,7 +725,7 @@ def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measu
         gib = f"{shape.ready_gb:g} GiB of tier{which}"
         progress(gib)
         made = _make_tier(shape, device)
-        gc.collect()  # the memory must go before as much of it is taken again
+        gc.collect()  # free the memory before the next tier takes as much
         yield Measurement(f"{gib}: until all of it is there", made.ready * 1e3, "ms",
                           detail=made.detail)  # fmt: skip
         yield Measurement(f"{gib}: until the first request is served", made.first * 1e3, "ms",
@@ -733,7 +733,7 @@ def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measu
 
 
 class _Made(NamedTuple):
-    """The seconds until a request is served, and until a tier is there, and where they went."""
+    """Seconds until a request is served, and until a tier is ready, with their stages."""
 
     first: float
     ready: float
@@ -759,7 +759,7 @@ def _make_tier(shape: TierShape, device: torch.device) -> _Made:
     times.append(time.perf_counter())
     context.begin_step()
     times.append(time.perf_counter())
-    context.commit_step([1])  # what a model takes is no part of it
+    context.commit_step([1])  # without the time of a model
     times.append(time.perf_counter())
     names = "context", "add_request", "begin_step", "commit_step"
     stages = ", ".join(
@@ -779,7 +779,7 @@ def _make_tier(shape: TierShape, device: torch.device) -> _Made:
 
 
 def _huge_pages() -> float:
-    """Return how many GiB of this process lie in huge pages."""
+    """Return the GiB of this process in huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     sizes = [int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")]
     return sum(sizes) / 2**20
@@ -813,12 +813,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = parser_for(__doc__)
     add = parser.add_argument
     add("--device", metavar="NAME", help="where the cache is; default: a GPU, else the CPU")
-    add("--small", action="store_true", help="tiny states and few: to see that it runs")
+    add("--small", action="store_true", help="few tiny states: to check that it runs")
     about = f"which of {', '.join(PARTS)} to run; default: all, but model without transformers"
     add("--only", nargs="+", choices=PARTS, metavar="PART", help=about)
     about = "where the disk tier is; default: a new directory for temporary files"
     add("--disk-path", metavar="DIR", help=about)
-    about = "GiB of the tier whose making is timed; default: 64 on a GPU, else 0.25"
+    about = "GiB of the tier whose construction is timed; default: 64 on a GPU, else 0.25"
     add("--ready-gb", type=float, metavar="GB", help=about)
     options = parser.parse_args(arguments)
     only = options.only
@@ -830,7 +830,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         ready_gb = 64.0 if where.type == "cuda" and not options.small else 0.25
     shape = _shape(small=options.small, ready_gb=ready_gb)
     results: list[Measurement] = []
-    if "ready" in only:  # first: of a machine that has not handed out its memory yet
+    if "ready" in only:  # first, while the machine's memory is unused
         results += _measure_readiness(shape, where)
     if not {"copies", "steps", "model"}.isdisjoint(only):
         copies = _Copies(shape, where)

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_ttft.py --prefix 1024 4096 16128 --chat --json ttft.json
 
-Prompts are random and fresh in each round, so that a miss is a miss, and a round times each way
-once, so that all of them see the same machine. The first rounds are not timed: kernels are compiled
-and tuned in them, and shapes are captured as CUDA graphs at their second use.
+Prompts are random and fresh in each round, so that a miss is a miss. A round times each way once,
+so that all ways meet the same load of the machine. The first rounds are not timed: kernels are
+compiled and tuned in them, and shapes are captured as CUDA graphs at their second use.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _WAYS = (
 
 
 def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
-    """Return the fewest cached tokens from which on a hit beats plain transformers.
+    """Return the min number of cached tokens with which a hit beats plain transformers.
 
     Args:
-        gains: By the number of cached tokens, the time by which the hit is faster.
+        gains: Time by which the hit is faster, by number of cached tokens.
 
     Returns:
         The number, between two measured ones where the gain changes its sign, or None if the hit
-        with the most cached tokens does not win; and what it rests on.
+        with the most cached tokens does not win; and a text of its basis.
     """
     lengths = sorted(gains)
     losing = [length for length in lengths if gains[length] <= 0]
@@ -90,9 +90,9 @@ class PrefixTimes:
         seconds: The times until the first token, by way.
         call_seconds: The times until the call that made it returned, by way.
         skipped: Tokens that the prefix cache did not compute again, by way.
-        peak_bytes: The most GPU memory that a run took beside what it found, by way.
-        stats: What the prefix cache counted, rounds of ``first prompt`` left out.
-        evictions: What the prefix cache gave up: with any, misses and hits are not what they seem.
+        peak_bytes: Max GPU memory that a run allocated beyond its start, by way.
+        stats: Counters of the prefix cache, without rounds of ``first prompt``.
+        evictions: Entries that the cache evicted: with any, misses and hits are not as labelled.
     """
 
     def __init__(self, subject: Subject, prefix: int, suffix: int, rounds: int) -> None:
@@ -163,7 +163,7 @@ class PrefixTimes:
         self._time_cached(_TURN, cache, turn)
 
     def _time_bare(self, prompt: torch.Tensor, filled: Any) -> None:
-        """Time the new tokens alone, over what plain transformers has computed of others."""
+        """Time the new tokens alone, over a transformers cache that holds the others."""
         new, past = prompt[:, self._lengths[0] :], copy_of(filled)
         with self._measured_memory(_BARE):
             self.seconds[_BARE].append(self._subject.time(lambda: self._subject.forward(new, past)))
@@ -190,7 +190,7 @@ class PrefixTimes:
             self._has_plain = False
             self.seconds.pop(_PLAIN, None)
             self.call_seconds.pop(_PLAIN, None)
-        if not self._has_plain:  # once the exception has let go of its frames
+        if not self._has_plain:  # after the exception has released its frames
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -219,7 +219,7 @@ class PrefixTimes:
             self.peak_bytes[way] = max(self.peak_bytes[way], taken)
 
     def _forget(self) -> None:
-        """Forget the times of a round that warmed up."""
+        """Drop the times of a warm-up round."""
         self.seconds.clear()
         self.call_seconds.clear()
         self.skipped.clear()
@@ -239,11 +239,11 @@ class _Report:
         self._failed: dict[str, str] = {}
 
     def result(self) -> dict[str, Any]:
-        """Return all of the result but the figures."""
+        """Return the result without the figures."""
         return {"failed": self._failed, **self._samples}
 
     def measure(self, title: str, add: Callable[[], None]) -> None:
-        """Measure something; a failure is part of the result, and the rest is measured still."""
+        """Run one measurement; record a failure in the result and go on."""
         try:
             add()
         except Exception as error:
@@ -271,7 +271,7 @@ class _Report:
         }
 
     def add_break_even(self) -> None:
-        """Add from how many cached tokens on a hit wins, unless nothing was measured."""
+        """Add the break-even number of cached tokens, unless nothing was measured."""
         if not self._gains:
             return
         tokens, detail = break_even(self._gains)
@@ -291,7 +291,7 @@ class _Report:
     def _ratios(self, times: PrefixTimes, title: str) -> Iterator[Measurement]:
         plain = _median_ms(times, _PLAIN) if _PLAIN in times.seconds else None
         hit, bare = _median_ms(times, _HIT), _median_ms(times, _BARE)
-        # Each hit beside the bare forward that followed it: the host's speed comes and goes.
+        # Each hit beside the bare forward after it, because the host's speed varies.
         pairs = zip(times.seconds[_HIT], times.seconds[_BARE], strict=True)
         beyond = {
             _HIT: statistics.median(1e3 * (one - other) for one, other in pairs),
@@ -336,7 +336,7 @@ def _times(times: PrefixTimes, title: str) -> Iterator[Measurement]:
 
 
 def _counts(cache: PrefixCache) -> dict[str, float]:
-    """Return the counters of a prefix cache, as far as they are numbers."""
+    """Return the numeric counters of a prefix cache."""
     stats = cache.stats()
     values = {one.name: getattr(stats, one.name) for one in fields(stats)}
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
@@ -348,7 +348,7 @@ def _median_ms(times: PrefixTimes, way: str) -> float:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Collect garbage before and not within, where it would strike one way or another."""
+    """Collect garbage before a round, not within, where it would slow down some way at random."""
     gc.collect()
     gc.disable()
     try:

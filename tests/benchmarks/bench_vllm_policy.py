@@ -50,7 +50,7 @@ class Replay:
         num_chunks: Chunks in host memory.
         policy: A name of ``POLICIES``.
         num_in_flight: Requests that run at a time.
-        num_gpu_chunks: Chunks of the prefix cache on the GPU, which goes by LRU.
+        num_gpu_chunks: Chunks of the prefix cache on the GPU, which evicts by LRU.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Replay:
     def _look_up(
         self, attention: Sequence[bytes], states: Sequence[bytes], local: int, context: ReqContext
     ) -> int:
-        """Return after how many blocks a state is found, with the attention up to there."""
+        """Return the number of blocks up to the deepest state with all attention chunks."""
         found = (self._is_stored(key, context) for key in attention[local:])
         for hit in range(local + _num_leading(found), local, -1):
             if self._is_stored(states[hit - 1], context):

@@ -5,8 +5,8 @@
 
 Both serve one tiny random hybrid, in float32, with blocks of vLLM's size and room for all prefixes.
 48 prompts begin with one of six system prompts; in a second wave each goes on. Answers are greedy.
-Controls: vLLM without its cache skips nothing, and its answers are those that all must give;
-``generate_batch`` with spoilt states skips as much in the second wave, and must give others.
+Controls: vLLM without its cache skips nothing, and gives the expected answers;
+``generate_batch`` with spoilt states skips as much in the second wave, with other answers.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def serve_by_vllm(folder, waves, *, is_cached=True):
 
 
 def serve_by_batches(folder, waves, block_size, *, is_spoilt=False):
-    """Do the same by ``PrefixCache.generate_batch``; or spoil the states that a wave has saved."""
+    """Serve the waves by ``PrefixCache.generate_batch``; or spoil a wave's saved states."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     options = {"mamba_cache_gb": 0.5, "kv_cache_gb": 0.5, "block_size_tokens": block_size}
     rows = []

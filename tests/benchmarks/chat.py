@@ -1,9 +1,9 @@
-"""Times a chat: what the first tokens of all its answers take together.
+"""Times a chat: total time of the first tokens of all its answers.
 
 Each request is timed three ways in turn: by plain transformers, through the prefix cache, and as
-one bare forward of its new tokens over a cache of transformers that holds all that some request
-before it has computed: what a prefix cache without any cost of its own would take. The prefix cache
-is told where the system prompt ends.
+one bare forward of its new tokens over a cache of transformers with all tokens of earlier requests,
+which is the time of a prefix cache without overhead. The prefix cache gets the system prompt's end
+as a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Chat:
     """A chat to measure: users take turns, and all have the same system prompt."""
 
     system_tokens: int = 3000  # tokens of the system prompt
-    users: int = 2  # how many there are
-    turns: int = 8  # of each user
+    users: int = 2  # number of users
+    turns: int = 8  # turns of each user
     message_tokens: int = 128  # tokens of each message
     answer_tokens: int = 8  # tokens of each answer
 
     @property
     def requests(self) -> int:
-        """How many answers there are."""
+        """Number of answers."""
         return self.users * self.turns
 
     @property
     def tokens(self) -> int:
-        """How many different tokens go through the model."""
+        """Number of different tokens that go through the model."""
         return self.system_tokens + self.requests * (self.message_tokens + self.answer_tokens)
 
 
@@ -74,7 +74,7 @@ class _User:
     """A user's side of the chat."""
 
     history: torch.Tensor  # [1, length] all tokens so far, or those of the system prompt
-    past: Any = None  # what plain transformers has computed of them
+    past: Any = None  # transformers' cache of these tokens
 
 
 def measure_chat(
@@ -112,7 +112,7 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
     for turn in range(chat.turns):
         for index, user in enumerate(users):
             if user.past is None:
-                # The very first request has the system prompt to compute; the next user's has not.
+                # The first request computes the system prompt; other users find it cached.
                 user.past = copy_of(computed) if index else subject.new_cache()
             prompt = torch.cat([user.history, subject.random(chat.message_tokens)], dim=1)
             new = prompt[:, user.past.get_seq_length() :]

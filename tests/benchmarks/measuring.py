@@ -30,8 +30,8 @@ class Measurement:
     name: str
     value: float
     unit: str  # "us", "ms", "/s", "GB/s", "GiB", "bytes", "%" or "x" (a ratio)
-    runs: int = 1  # how many the median is over
-    detail: str = ""  # what the value was derived from
+    runs: int = 1  # number of runs under the median
+    detail: str = ""  # the source of the value
 
 
 def median_us(function, *, runs):
@@ -45,10 +45,10 @@ def median_us(function, *, runs):
 
 
 def device_us(calls, *, runs=15):
-    """Return the median time on the GPU of one of ``calls``, in microseconds.
+    """Return the median GPU time of one of ``calls``, in microseconds.
 
     Runs are queued behind one another: the device never waits for the host. The calls take turns,
-    so that no run finds in a cache what the one before has left there.
+    so that no run finds the last run's data in a hardware cache.
     """
     for call in calls:
         call()
@@ -68,7 +68,7 @@ def device_us(calls, *, runs=15):
 def host_us(call):
     """Return the median time that ``call`` takes on the host, in microseconds.
 
-    Calls are queued a few at a time: as many as never wait for the device.
+    Calls are queued a few at a time, few enough that no call waits for the device.
     """
     call()
     seconds = []
@@ -100,7 +100,7 @@ def need_gpu():
 
 
 def assert_same_bits(tensor, expected):
-    """Assert that two tensors are equal bit for bit, as they must be before one is timed."""
+    """Assert that two tensors are equal bit for bit, before one is timed."""
     pair = [each.contiguous().view(torch.uint8) for each in (tensor, expected)]
     assert torch.equal(*pair)
 

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 REFERENCE = "reference (PyTorch)"
-"""What stands for a kernel that is not there."""
+"""Name in place of a kernel that is not installed."""
 
 KERNEL_PACKAGES = ("causal_conv1d", "fla", "mamba_ssm")
 """Packages that transformers takes linear-attention kernels from, if they are installed."""
@@ -30,11 +30,11 @@ _KERNELS = {
     ),
     "decode convolution": ("causal_conv1d_update",),
 }
-"""What a linear-attention layer calls, by the part that it plays."""
+"""Functions that a linear-attention layer calls, by part."""
 
 
 def kernels_of(model: Any) -> dict[str, str]:
-    """Return the package and version that each part of the linear-attention layers comes from.
+    """Return the package and version of each part of the linear-attention layers.
 
     Args:
         model: A model of transformers.
@@ -82,7 +82,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def _source(module: ModuleType, name: str) -> str | None:
-    """Return where a module has a kernel from; None if it has no function for it."""
+    """Return the source of a module's kernel; None if the module has no function for the part."""
     for function in list(vars(module).values()):
         chosen = _frozen(function, "implementation")
         if chosen is not None and name in (
@@ -93,7 +93,7 @@ def _source(module: ModuleType, name: str) -> str | None:
     # Before transformers 5.17 kernels are globals of the module, None where they are missing.
     if name not in vars(module):
         return None
-    # Its Mamba2 layers take either all of them or none.
+    # Mamba2 layers use all of these kernels or none.
     is_mamba = "selective_state_update" in vars(module)
     if is_mamba and not getattr(module, "is_fast_path_available", True):
         return REFERENCE
@@ -101,10 +101,10 @@ def _source(module: ModuleType, name: str) -> str | None:
 
 
 def _frozen(function: object, variable: str) -> Any:
-    """Return what a closure holds under a name; None if nothing.
+    """Return the value of a name in a closure; None if missing.
 
     transformers picks the implementation of a function when it decorates it
-    (``use_kernel_func_from_hub_with_fallback``), and tells nobody but the closure.
+    (``use_kernel_func_from_hub_with_fallback``), and stores the choice only in the closure.
     """
     if not isinstance(function, FunctionType) or function.__closure__ is None:
         return None

@@ -1,4 +1,4 @@
-"""The models of transformers that are measured, and what each measurement does with them.
+"""The measured models of transformers, and operations that measurements share.
 
 Weights are random, because time does not depend on them.
 """
@@ -23,7 +23,7 @@ from mamba_cache.integrations.transformers.library import transformers
 
 _GIB = 2**30
 _STATES_A_CALL = 3
-"""More than a call saves, so that nothing is given up for lack of slots."""
+"""More than a call saves, so that no state is evicted for lack of slots."""
 _FILL_TOKENS = 1024
 """Tokens of one forward that fills a cache: the reference path has no memory for many."""
 
@@ -31,8 +31,8 @@ _FILL_TOKENS = 1024
 class Family(NamedTuple):
     """A model to measure."""
 
-    model_type: str  # what transformers calls its configuration
-    config: dict[str, Any]  # settings of it that are not defaults
+    model_type: str  # transformers' name of the configuration
+    config: dict[str, Any]  # non-default settings
     dtype: torch.dtype = torch.bfloat16  # of the weights
 
 
@@ -115,7 +115,7 @@ def make_subject(family: str | None, *, is_reference: bool = False) -> Subject:
         family: One of ``FAMILIES``. Default: the largest on a GPU, else the smallest.
         is_reference: Import it as if no kernels were installed.
     """
-    transformers()  # before anything is announced
+    transformers()  # imported before any progress output
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = family or ("nemotron-h-8b" if device == "cuda" else "tiny")
     progress(f"making {name} with random weights on {device}")
@@ -129,7 +129,7 @@ def make_subject(family: str | None, *, is_reference: bool = False) -> Subject:
 
 
 def describe_subject(subject: Subject) -> dict[str, Any]:
-    """Return what the results of a model begin with."""
+    """Return the first fields of a model's results."""
     return {
         "family": subject.family_name,
         "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
@@ -152,7 +152,7 @@ def make_model(family: Family, device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """How long an answer's first token took."""
+    """Times until an answer's first token."""
 
     ids: torch.Tensor  # [1, length] int64: the prompt and the answer
     seconds: float  # until the host had the first token
@@ -160,7 +160,7 @@ class FirstToken:
 
 
 class _Streamer:
-    """Keeps when the first token came."""
+    """A streamer that records the time of the first token."""
 
     def __init__(self) -> None:
         self._num_puts = 0
@@ -182,8 +182,8 @@ class Subject:
     Attributes:
         model: On the device where it is measured.
         family_name: Its name among ``FAMILIES``.
-        family: What is known of it.
-        is_cuda: Whether that is a GPU.
+        family: Its entry in ``FAMILIES``.
+        is_cuda: Whether the device is a GPU.
     """
 
     def __init__(self, model: Any, family: str = "tiny") -> None:
@@ -196,18 +196,18 @@ class Subject:
         self._takes_logits_to_keep = "logits_to_keep" in accepts
 
     def random(self, num_tokens: int) -> torch.Tensor:
-        """Return tokens that nobody has seen: [1, num_tokens] int64."""
+        """Return fresh random tokens: [1, num_tokens] int64."""
         size = self.model.config.vocab_size
         return torch.randint(3, size, (1, num_tokens), device=self.model.device)
 
     def generate(self, llm: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Call ``generate`` of the model or of a prefix cache, for one token unless told."""
+        """Call ``generate`` of the model or of a prefix cache, by default for one token."""
         options = {"max_new_tokens": 1, "do_sample": False, **options}
         ids: torch.Tensor = llm.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         return ids
 
     def first_token(self, llm: Any, prompt: torch.Tensor, **options: Any) -> FirstToken:
-        """Do the same, and time it."""
+        """Call ``generate`` and time its first token."""
         streamer = _Streamer()
         self.synchronize()
         start = time.perf_counter()
@@ -216,7 +216,7 @@ class Subject:
         return FirstToken(ids, streamer.at - start, time.perf_counter() - start)
 
     def first_token_filled(self, prompt: torch.Tensor, past: Any) -> FirstToken:
-        """Do the same through the model, over a cache that all but the new tokens are in."""
+        """Time the model's first token over a cache that holds all but the new tokens."""
         return self.first_token(self.model, prompt, **{self._cache_name: past})
 
     def new_cache(self) -> Any:
@@ -225,13 +225,13 @@ class Subject:
         return library.DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     def forward(self, tokens: torch.Tensor, past: Any) -> int:
-        """Compute tokens over a cache and return the one that follows, and nothing else."""
+        """Compute tokens over a cache and return the next token."""
         return int(self.logits(tokens, past)[0, -1].argmax())
 
     def capture(self, tokens: torch.Tensor, filled: Any) -> Callable[[], object] | None:
-        """Return what replays one CUDA graph of ``tokens`` over a filled cache.
+        """Return a function that replays one CUDA graph of ``tokens`` over a filled cache.
 
-        None without a GPU, and of a model that cannot be captured.
+        None without a GPU, and for a model that cannot be captured.
         """
         if not self.is_cuda:
             return None
@@ -271,14 +271,14 @@ class Subject:
         return logits
 
     def fill(self, tokens: torch.Tensor, past: Any = None) -> Any:
-        """Return a cache that tokens [1, length] have gone through, after those of ``past``."""
+        """Return a cache of the tokens of ``past`` and then tokens [1, length]."""
         past = self.new_cache() if past is None else past
         for part in torch.split(tokens, _FILL_TOKENS, dim=1):
             self.forward(part, past)
         return past
 
     def prefix_cache(self, *, num_tokens: int, num_calls: int, **settings: Any) -> PrefixCache:
-        """Make a prefix cache that gives nothing up for the prompts of one measurement.
+        """Make a prefix cache that evicts nothing during one measurement.
 
         ``num_tokens`` different tokens go through it, in ``num_calls`` calls of ``generate``.
         """
@@ -286,7 +286,7 @@ class Subject:
         cache = PrefixCache(
             self.model,
             mamba_cache_gb=(num_calls * _STATES_A_CALL + 4) * state_bytes / _GIB,
-            # Beside the tokens themselves, each call may leave an unfinished block or two.
+            # In addition, each call may leave one or two unfinished blocks.
             kv_cache_gb=max((num_tokens + num_calls * 512 + 4096) * token_bytes, 1) / _GIB,
             **settings,
         )
@@ -308,7 +308,7 @@ class Subject:
             torch.cuda.synchronize()
 
     def _measure_memory(self) -> tuple[int, float]:
-        """Return bytes of the states after some tokens, and of what each token adds."""
+        """Return the bytes of the states, and the bytes that each token adds."""
         past = self.fill(self.random(8))
         few = _bytes_of(past)
         many = _bytes_of(self.fill(self.random(8), past))
@@ -322,7 +322,7 @@ def copy_of(past: Any) -> Any:
 
 
 def evictions(cache: PrefixCache) -> int:
-    """Return how many blocks, states and checkpoints a prefix cache gave up for lack of memory."""
+    """Return the number of blocks and states evicted, and of checkpoints skipped."""
     stats = cache.stats()
     return stats.evicted_blocks + stats.evicted_slots + stats.skipped_checkpoints
 

@@ -1,11 +1,11 @@
-"""Replays a trace through what a ``PrefixCache`` keeps, without a model.
+"""Replays a trace through the store of a ``PrefixCache``, without a model.
 
     python tests/benchmarks/prefix_replay.py --trace requests.jsonl --slots 50 200
     python tests/benchmarks/prefix_replay.py --drawn agents --limit 1200 --slots 100 --blocks 2000
 
 A token here stands for 32 of the trace's, and a block of 8 for one of 256. An id of the trace is a
-run of 13, so that prompts end inside blocks. The answer to a prompt that a later one goes on from
-is what that one has there, so that its next turn may resume from the answer's last boundary.
+run of 13, so that prompts end inside blocks. If a later prompt continues a prompt, the
+answer is taken from the later one, so that the next turn may resume at the answer's last boundary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONGEST_ANSWER = 60
 
 
 class _NoTensors:
-    """In the place of what is in blocks and slots."""
+    """A stand-in for the tensors of blocks and slots."""
 
     blocks: tuple[Any, ...] = ()
 
@@ -47,7 +47,7 @@ class _NoTensors:
 
 
 class _Computed:
-    """What a forward leaves behind."""
+    """The result of a forward."""
 
     num_tokens = 0
 
@@ -59,7 +59,7 @@ class _Computed:
 
 
 def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixStore:
-    """A store of which there are the books alone."""
+    """Make a store that has the index and policy but no tensors."""
     tensors, store_module.PrefixTensors = store_module.PrefixTensors, _NoTensors
     try:
         slot_policy = SLOT_POLICIES[policy]()
@@ -81,7 +81,7 @@ def _run_of(hash_id: int) -> np.ndarray:
 def turns_of(requests: Sequence[TraceRequest]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The prompt of each request, and its answer."""
     runs: dict[int, np.ndarray] = {}
-    later: dict[int, np.ndarray] = {}  # by an id, the next prompt that has it
+    later: dict[int, np.ndarray] = {}  # the next prompt with an id, by id
     turns = []
     for number, request in reversed([*enumerate(requests)]):
         ids = request.hash_ids[: request.input_length // request.block_size] or (2**40 + number,)
@@ -107,7 +107,7 @@ def replay(
     slots: int,
     blocks: int = 400_000,
 ) -> dict[str, float]:
-    """What part of the prompt tokens was not computed, and what it took."""
+    """Return the share of prompt tokens that was skipped, and the time of the store."""
     store = make_store(layout, policy, slots=slots, blocks=blocks)
     computed = _Computed(layout)
     total, seconds = 0, 0.0

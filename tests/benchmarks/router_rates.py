@@ -1,4 +1,4 @@
-"""Prints how many prompt tokens are skipped behind routers, and how many predictions come true.
+"""Prints how many prompt tokens are skipped behind routers, and how many predictions hold.
 
 Run ``python tests/benchmarks/router_rates.py`` where the routers are (tests/engines/routers.sh).
 """

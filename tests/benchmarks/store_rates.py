@@ -34,7 +34,7 @@ signal.pause()
 
 
 def rates(store, rounds):
-    """Three cells: the median of the rounds, the least and the most."""
+    """Three cells: median, min and max of the rounds."""
     rng = np.random.default_rng(0)
     speeds, waits = {"put": [], "get": []}, []
     for _ in range(rounds):
@@ -59,7 +59,7 @@ def rates(store, rounds):
 
 
 def forget(store):
-    """Have the next round put chunks that are not there; Mooncake keeps what was just read."""
+    """Use new keys in the next round, because Mooncake keeps chunks that were just read."""
     until = time.monotonic() + 60
     while any(store.remove(KEYS)):
         time.sleep(0.2)
@@ -79,7 +79,7 @@ def holder(url):
 
 
 def measured(rounds):
-    """The rows."""
+    """Return the rows of the table."""
     rows = []
     if find_valkey():
         server = valkey_server("--maxmemory", "1gb")
@@ -95,7 +95,7 @@ def measured(rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="of each store")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each store")
     add_json_option(parser)
     options = parser.parse_args()
     rows = measured(options.rounds)

@@ -1,4 +1,4 @@
-"""Measures what a store that fails adds to requests, beside the same requests without a store.
+"""Measures the time that a failing store adds to requests, beside requests without a store.
 
 Run ``python tests/benchmarks/store_waits.py --count 200 --json out.json`` where Valkey's server
 and Mooncake are (tests/engines/stores.sh), as root, so that nothing else takes the processor
@@ -9,9 +9,9 @@ exit code is 1 if 50 ms or more were added to a request while the machine did no
 Of each store the server, the master or the holder of the entries is killed, stopped, or loses
 all packets, at a random moment, while one context and one ``PrefixCache`` serve requests whose
 prefixes the store has. Each request is also run without a store, by a twin with the same settings;
-what it takes longer counts, unless the store has served it. The control is a process of the same
-class and priority that does nothing but to wait for 10 ms again and again: what it comes late the
-machine adds, and no code. "Undisturbed" leaves out requests beside which it came late by 2 ms.
+the added time counts, unless the store has served the request. The control is a process of the same
+class and priority that only waits for 10 ms again and again: its delays come from the machine, not
+from code. "Undisturbed" leaves out requests during which the control was late by 2 ms.
 """
 
 import argparse
@@ -75,7 +75,7 @@ signal.pause()
 
 
 class Valkey:
-    """A server, and what can befall it."""
+    """A server, and the faults to inject into it."""
 
     def __init__(self):
         self.server = valkey_server("--maxmemory", "256mb")
@@ -166,7 +166,7 @@ class Mooncake:
         elif self._struck == "master":
             self.server.start()
         else:
-            PAUSE.wait(2.5)  # until the master knows: what is put before is sent to the dead one
+            PAUSE.wait(2.5)  # until the master has dropped the dead holder: earlier puts go to it
             self._hold()
 
     def close(self):
@@ -209,7 +209,7 @@ class OfContext:
         return self.context.store_tier
 
     def run(self, number, *, tail):
-        """Run a request; return what it took until its step had begun, and if it was served."""
+        """Run a request; return the time until its step began, and whether the store served it."""
         context, prompt = self.context, [*self.prompts[number], *tail]
         request = Request(request_id="one", prompt_tokens=[1 + t % 12 for t in prompt])
         began = time.perf_counter()
@@ -260,7 +260,7 @@ class OfPrefixCache:
         return seconds, self.cache.stats().skipped_tokens > skipped
 
     def forget(self):
-        self.cache._store.reset()  # ``cache.reset()`` waits until a store's calls are over
+        self.cache._store.reset()  # ``cache.reset()`` waits for the end of a store's calls
         self.cache._store.tiers.reset()
 
     def close(self):
@@ -268,7 +268,7 @@ class OfPrefixCache:
 
 
 def entries_of(kind):
-    """The blobs of all prompts, which a process has computed."""
+    """Return the blobs of all prompts, computed without a server."""
     store = MemoryStore()
     user = kind(store)
     for number in range(PROMPTS):
@@ -278,7 +278,7 @@ def entries_of(kind):
 
 
 def real_time(is_it, *, threads=None):
-    """Put threads (default: those of Python) into the real-time class, or back into the plain."""
+    """Put threads (default: Python's) into the real-time class, or back into the plain class."""
     kind, priority = (os.SCHED_FIFO, 80) if is_it else (os.SCHED_OTHER, 0)
     for thread in threads or threading.enumerate():
         with contextlib.suppress(ProcessLookupError, TypeError):
@@ -287,7 +287,7 @@ def real_time(is_it, *, threads=None):
 
 @contextlib.contextmanager
 def unthrottled():
-    """Let the real-time class have all of a processor: Linux halts it for 50 ms of each second."""
+    """Allow the real-time class all processor time: Linux halts it 50 ms a second by default."""
     share = Path("/proc/sys/kernel/sched_rt_runtime_us")
     before = share.read_text()
     share.write_text("-1")
@@ -298,7 +298,7 @@ def unthrottled():
 
 
 class Trials:
-    """One fault, time and again."""
+    """Repeated trials of one fault."""
 
     is_plain = False
 
@@ -316,7 +316,7 @@ class Trials:
         self.longest, self.served, self.recoveries = [], 0, []
 
     def fill(self):
-        """Have the store have all entries; it may have to come back first."""
+        """Put all entries into the store, which may have to recover first."""
         names = list(self.blobs)
         buffers = [memoryview(blob) for blob in self.blobs.values()]
         until = time.monotonic() + 90
@@ -326,7 +326,7 @@ class Trials:
             assert time.monotonic() < until, f"{self.name}: the store does not come back"
 
     def begin(self):
-        """Wait until both are served by the store."""
+        """Wait until the store serves both kinds of requests."""
         until = time.monotonic() + 90
         for _, user, _ in self.pairs:
             while not user.run(0, tail=[])[1]:
@@ -348,7 +348,7 @@ class Trials:
 
         striking = threading.Thread(target=strike)
         striking.start()
-        # What Mooncake does in the threads of a tier spins, and nothing else would run.
+        # Mooncake spins in the threads of a tier, so no other thread would run.
         spins = [threading.current_thread()] if self.name.startswith("Mooncake") else None
         real_time(not self.is_plain, threads=spins)
         until, longest, left = None, (0.0, (0.0, 0.0)), self.random.randrange(4)
@@ -389,7 +389,7 @@ class Trials:
 
 
 def control(begins, ends, late, *, is_real_time):
-    """Wait for 10 ms, time and again; say when, and by how much it took longer."""
+    """Wait for 10 ms repeatedly; report each wait's beginning and delay."""
     times = []
     begins.wait()
     real_time(is_real_time)
@@ -407,12 +407,12 @@ def summary(seconds):
 
 
 def stolen():
-    """Seconds that the machine's host has taken from its processors."""
+    """Seconds of processor time stolen by the machine's host."""
     return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def undisturbed(longest, times):
-    """What was added while the control was nowhere late by more than 2 ms."""
+    """Return the added times of requests during which the control was never late by over 2 ms."""
     late = np.array([began for began, late in times if late > LATE_SECONDS])
     ends = late + np.array([late for _, late in times if late > LATE_SECONDS]) + 0.01
     return [added for added, (since, until) in longest
@@ -420,7 +420,7 @@ def undisturbed(longest, times):
 
 
 def trials_of(name, count, seconds, seed):
-    """Some times of one fault; return what they took, as they were."""
+    """Run some trials of one fault; return their raw times."""
     trials, began = Trials(name, seed), time.monotonic()
     try:
         while len(trials.longest) < count and time.monotonic() - began < seconds:
@@ -474,7 +474,7 @@ def measure(name, count, seconds, seed, num_processes):
 
 
 def report(results, arguments, is_plain):
-    """The results, and the figures of them that have a limit, as benchmarks keep them."""
+    """Return the results, and the figures with a limit, in the benchmarks' format."""
     measurements = [
         {
             "name": f"{each['fault']}: the most that it added to a request",
@@ -520,17 +520,17 @@ def measure_all(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=200, help="times of each fault")
+    parser.add_argument("--count", type=int, default=200, help="trials of each fault")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each fault")
-    parser.add_argument("--only", nargs="*", default=[], help="faults whose name has that word")
+    parser.add_argument("--only", nargs="*", default=[], help="faults with a word in their name")
     parser.add_argument("--seed", type=int, default=0)
     about = "stores at once, each with a process that uses it; four CPUs for each are enough"
     parser.add_argument("--processes", type=int, default=1, help=about)
     parser.add_argument("--plain", action="store_true", help="not in the real-time class")
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lower_module._PAUSE_SECONDS = 0.5  # 5 s outside of this command, which has no time
+    lower_module._PAUSE_SECONDS = 0.5  # 5 s by default, too long here
     prefix_tiers._DEADLINE_SECONDS = None
     Trials.is_plain = options.plain
     if not options.plain:

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/tiers_replay.py --trace requests.jsonl --slots 200 --host-states 2000
 
-A load takes no time here, so that each state that is found is loaded: the shares are the most that
-the two budgets can give. KV blocks never run out.
+Loads take no time here, so every found state is loaded: the shares are upper bounds for the two
+budgets. KV blocks never run out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 def replay(requests: Sequence[TraceRequest], slots: int, host_states: int, policy: str) -> float:
-    """Return what share of the prompts' tokens is skipped."""
+    """Return the share of prompt tokens that are skipped."""
     config = _config(requests, slots, None)
     config = replace(config, num_host_states=host_states, num_host_blocks=config.num_kv_blocks)
     planner = LoadPlanner(_FREE, learns=False)

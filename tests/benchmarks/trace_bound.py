@@ -1,4 +1,4 @@
-"""Computes what no cache of so many states could exceed on a trace: the bound in the docs.
+"""Computes an upper bound on a trace for any cache of so many states: the bound in the docs.
 
     python tests/benchmarks/trace_bound.py requests.jsonl --slots 50 200
 
@@ -21,7 +21,7 @@ _Int64Array = npt.NDArray[np.int64]
 
 
 def bound_of(requests: Sequence[TraceRequest], num_states: int | None) -> float:
-    """Return the most that any cache of so many states could have skipped of a trace.
+    """Return an upper bound of the hit rate of any cache of ``num_states`` states.
 
     It is the share of prompt tokens that need not be computed, by a linear program over all of the
     trace; ``num_states`` None: any number. A state that is kept from one request to another with
@@ -58,7 +58,7 @@ def bound_of(requests: Sequence[TraceRequest], num_states: int | None) -> float:
 def _find_repeats(requests: Sequence[TraceRequest]) -> tuple[_Int64Array, _Int64Array, _Int64Array]:
     """Return the states that could be resumed: from which request, by which, and their blocks.
 
-    Of the boundaries that the same two requests pass in succession the deepest is enough.
+    Of boundaries that the same two requests pass in succession only the deepest is returned.
     """
     nodes: dict[tuple[object, int], int] = {}
     last: dict[int, int] = {}  # the last request that passed each node
@@ -80,7 +80,7 @@ def _find_repeats(requests: Sequence[TraceRequest]) -> tuple[_Int64Array, _Int64
 def main() -> None:
     """Read a trace, and print its bounds."""
     parser = parser_for(__doc__)
-    parser.add_argument("trace", help="as for mamba-cache replay")
+    parser.add_argument("trace", help="a trace as for mamba-cache replay")
     parser.add_argument("--slots", type=int, nargs="+", default=[50, 200], metavar="N")
     options = parser.parse_args()
     requests = read_trace(options.trace)

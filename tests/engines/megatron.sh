@@ -3,9 +3,9 @@
 #
 #   tests/engines/megatron.sh [FOLDER [PYTEST ARGUMENTS]]
 #
-# FOLDER is where its wheel lies or is downloaded to, 2 MB; without one, to a folder that goes afterwards.
-# It is unpacked and imported, never installed: what it needs besides this package's extra `test` is
-# there. On a machine with a CUDA device, tests/gpu/test_real_kernels_gpu.py may be named as well.
+# FOLDER is where its wheel lies or is downloaded to, 2 MB; without one, to a folder deleted afterwards.
+# It is unpacked and imported, never installed. An environment with the extra `test` has all it needs. On a
+# machine with a CUDA device, tests/gpu/test_real_kernels_gpu.py may be named as well.
 set -euo pipefail
 
 if [ $# -gt 0 ]; then

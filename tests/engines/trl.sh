@@ -3,7 +3,7 @@
 #
 #   tests/engines/trl.sh [PYTEST ARGUMENTS]
 #
-# TRL and what it brings are installed into an environment of their own, that sees the packages of this one:
+# TRL and its dependencies are installed into an environment of their own, that sees the packages of this one:
 # the extras test, serve and peft. Python 3.11 or later.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,7 +18,7 @@ python -m venv "$work/venv"
 timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q --no-deps --only-binary=:all: -c constraints.txt \
     trl datasets dill multiprocess pandas pyarrow python-dateutil six
 
-# After this environment's own packages, so that what both have is theirs.
+# Appended to the path: this environment's packages come first.
 site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PYTHONPATH=$PWD:$here:$site${PYTHONPATH:+:$PYTHONPATH}

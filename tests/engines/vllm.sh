@@ -3,8 +3,8 @@
 #
 #   tests/engines/vllm.sh [FOLDER [PYTEST ARGUMENTS]]
 #
-# FOLDER is where its environment lies or is made, 1.5 GB; without one, in a folder that goes afterwards.
-# vLLM wants other versions of transformers and more than the rest of the tests. Python 3.11 or later.
+# FOLDER holds its environment (made if missing), 1.5 GB; default: a folder that is deleted afterwards.
+# vLLM needs other versions of transformers and other packages than the other tests. Python 3.11 or later.
 set -euo pipefail
 
 version=0.32.0

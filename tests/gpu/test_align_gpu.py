@@ -1,4 +1,4 @@
-"""States in block tables on a GPU: the kernels leave what the rules leave, and nothing waits."""
+"""States in block tables on a GPU: kernels give the states of the plain rules, without waiting."""
 
 import itertools
 from functools import partial
@@ -59,7 +59,7 @@ def test_states_of_many_tiles(is_ds, dtype, seed):
 
 
 def test_a_step_is_prepared_before_the_counts_of_the_last_are_known(seed):
-    """Two steps are enqueued while the device is busy with something else; none waits for it."""
+    """Two steps are enqueued while the device is busy with other work; neither waits for it."""
     model = Model(4, 3, 4, False, (Group(), Group()), max_requests=4)
     world = ResidentWorld(model, np.random.default_rng(seed), device="cuda")
     for slot in range(4):
@@ -101,7 +101,7 @@ class Batch:
 
 
 def test_all_groups_are_looked_up_without_waiting(seed):
-    """What vLLM's metadata builders get, bit for bit as the plain twin finds it."""
+    """The inputs of vLLM's metadata builders equal those of the plain twin bit for bit."""
     rng = np.random.default_rng(seed)
     model = Model(16, 3, 4, False, (Group(), Group(num_layers=1), Group()), max_requests=70)
     config, kinds = model.kv_cache_config(), {"mamba2": model.copy_funcs}

@@ -1,4 +1,4 @@
-"""Batches on a GPU: decode steps from CUDA graphs, and what they fall back to."""
+"""Batches on a GPU: decode steps from CUDA graphs, and their eager fallback."""
 
 import pytest
 
@@ -25,7 +25,7 @@ EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
 
 @pytest.fixture
 def costs_as_assumed(monkeypatch):
-    """What forwards cost is not measured: beside other work on the GPU graphs may not pay."""
+    """Use assumed costs of forwards: on a shared GPU measured costs may rule out graphs."""
     monkeypatch.setattr(RectangleCosts, "_update", lambda costs: None)
 
 
@@ -110,7 +110,7 @@ def test_keys_and_values_past_the_reach_of_32_bits_are_written(generator):
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "mamba2"])
 def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, generator):
-    """A prompt twice, sampled with processors, and rows of different lengths."""
+    """Calls: a prompt twice, sampled with processors, and rows of different lengths."""
     model, prompts = make_model(family, torch.float32), prompts_of(generator, 4)
     cache = make_cache(model)
     longest = max(map(len, prompts))
@@ -127,7 +127,7 @@ def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, gen
         assert torch.equal(*found)
         cache.check_invariants()
     stats = cache.batch_stats()
-    # Rows wait before their last tokens, which then are single ones.
+    # Rows wait before their last token, which is then computed as a single token.
     is_step_exact = cache._prefiller.min_tokens == 1
     num_batched = len(calls) if is_step_exact else 2
     assert stats.generate_calls == num_batched
@@ -142,7 +142,7 @@ def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, gen
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generator, monkeypatch):
-    """Logits, live states, checkpoints, keys and values, of rows of many lengths."""
+    """Compare logits, live states, checkpoints, keys and values of rows of many lengths."""
     cache = make_cache(make_model(family, dtype))
     cache.generate_batch([[5]], max_new_tokens=1)
     batcher, compared = cache._batcher, []
@@ -198,7 +198,7 @@ def test_all_shapes_are_captured_before_the_first_answer(generator):
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
 @pytest.mark.usefixtures("costs_as_assumed")
 def test_conversations_in_mixed_batches_are_those_of_generate(family, generator):
-    """In single precision: prompts of any length, turns of chats among them, replayed or not."""
+    """In float32: prompts of any length and turns of chats, replayed or not."""
     model = make_model(family, torch.float32)
     cache, chats = make_cache(model), [tokens(generator, 10 + 31 * n) for n in range(6)]
     for _ in range(12):
@@ -242,8 +242,8 @@ def delta_kernel(generator, rows, size):
         return torch.randn(rows, size, *shape, generator=generator).to("cuda", torch.bfloat16)
 
     args = draw(4, 64), draw(4, 64), draw(4, 64)
-    # fla adds up the gates of a chunk in a tree: at the end of a chunk, whose rest is padding, in
-    # another order than at a row's own end. Of 256ths all sums are exact, in any order.
+    # fla sums the gates of a chunk in a tree: with padding at the chunk's end the order differs
+    # from that at a row's own end. Sums of multiples of 1/256 are exact in any order.
     gates = (draw(4).float().exp() * 256).round() / 256
     options = {
         "g": -gates, "beta": draw(4).sigmoid(), "output_final_state": True,
@@ -303,8 +303,8 @@ class _ChangesWeights:
 
 
 def test_weights_that_a_streamer_changes_before_the_first_forward_are_noticed(generator):
-    """The GPU begins to compare them when the call begins."""
-    model = make_model("nemotron_h", torch.float32)  # half precision rounds other shapes otherwise
+    """The GPU begins to compare weights when the call begins."""
+    model = make_model("nemotron_h", torch.float32)  # half precision rounds by shape
     cache, prompt = make_cache(model), torch.tensor(prompts_of(generator, 1), device="cuda")
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 2}
     for _ in range(3):
@@ -314,7 +314,7 @@ def test_weights_that_a_streamer_changes_before_the_first_forward_are_noticed(ge
     cache.reset()
     expected = model.generate(prompt, **options)
     assert torch.equal(cache.generate(prompt, **options), expected)
-    next(model.parameters()).data.mul_(0.5)  # which no version counter shows
+    next(model.parameters()).data.mul_(0.5)  # no version counter shows it
     with pytest.raises(ModelChangedError):
         cache.generate(prompt, **options)
 
@@ -355,7 +355,7 @@ def test_nothing_waits_for_the_device_but_for_the_tokens(generator, options, mon
         if not batcher._scheduler.is_steady:
             return step()
         steady.append(1)
-        with waiting_raises():  # an event is waited for, which is not noticed here
+        with waiting_raises():  # waits for an event are not detected
             return step()
 
     monkeypatch.setattr(batcher, "step", watched)

@@ -1,4 +1,4 @@
-"""Checksums of weights on a GPU: equal to the twin's, without waiting, before anything leaves."""
+"""Checksums of weights on a GPU: equal to the twin's, no waiting, checked before any output."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def cached_model():
     pytest.importorskip("transformers", reason="needs the extra transformers")
     from transformers_rig import make_cache, make_model  # noqa: PLC0415
 
-    # Rows of 280 projected channels: causal_conv1d, where it is installed, wants strides of 8.
+    # Rows of 280 projected channels: causal_conv1d, where installed, needs strides of 8.
     model = make_model("nemotron_h", mamba_num_heads=8).cuda()
     return model, make_cache(model)
 
@@ -101,7 +101,7 @@ def test_weights_that_change_are_noticed_before_anything_leaves(cached_model, we
         cache.prefill(other[0])
     cache.check_invariants()
     assert cache.stats().cached_blocks == blocks
-    assert len(received) <= 1  # the prompt, which generate hands on before it computes anything
+    assert len(received) <= 1  # the prompt, passed on before any forward
     weight.data.copy_(before)
     hits = cache.stats().hits
     cache.generate(PROMPT, **OPTIONS)
@@ -109,9 +109,9 @@ def test_weights_that_change_are_noticed_before_anything_leaves(cached_model, we
 
 
 def test_small_kernels_do_not_wait_for_a_check():
-    """Sums need shared memory, which a check needs hardly any of."""
+    """A sum needs shared memory, of which a check leaves nearly all free."""
     tensor = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
-    checksums = TensorChecksums([tensor] * 64)  # some 30 ms
+    checksums = TensorChecksums([tensor] * 64)  # about 30 ms
     checksums.measure()
     begin, summed, checked = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     for _ in range(2):  # the first sum loads its kernel

@@ -59,7 +59,7 @@ def run(context, model, prompts, num_tokens, chunk_tokens=None):
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
 def test_hits_equal_runs_without_a_cache(context, model, chunk_tokens):
-    """Against the CPU's run without a cache, the same weights in float64."""
+    """Compare with the CPU's run without a cache, with the same weights in float64."""
     for _ in range(2):
         runs = run(context, model, dict(enumerate(PROMPTS)), 2 * BLOCK, chunk_tokens)
         for name, prompt in enumerate(PROMPTS):
@@ -112,7 +112,7 @@ def test_a_dropped_context_gives_its_device_memory_back(model):
 
 
 def test_the_gpu_may_be_the_default_device(context, model):
-    """Found by search: what lies on the host was made on the GPU, and could not be pinned."""
+    """Found by search: host tensors were made on the GPU, and could not be pinned."""
     prompts = dict(enumerate(PROMPTS))
     with torch.device("cuda"):
         other = make_context()

@@ -1,4 +1,4 @@
-"""Ranks on GPUs of their own, as processes that talk through NCCL."""
+"""Ranks as processes with one GPU each that communicate through NCCL."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_shards_on_two_gpus_decide_and_join_as_one_process(tmp_path, seed):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A group of this process and its GPU alone."""
+    """A process group of this process and its GPU only."""
     dist.init_process_group(
         "nccl",
         init_method=f"file://{tmp_path}/rendezvous",

@@ -1,4 +1,4 @@
-"""Forks on a GPU: bit for bit what they come from, right answers, and nobody waits."""
+"""Forks on a GPU: bit-equal to their parents, right answers, and no waiting."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_forks_go_on_as_their_tokens_say(context, model):
     context.add_request(Request(request_id="parent", prompt_tokens=PROMPT))
     for _ in range(3):
         run_step(context, model)
-    for new_ids in (["a"], ["b", "c"]):  # the second time the copiers are there
+    for new_ids in (["a"], ["b", "c"]):  # the second fork finds the copiers made
         with waiting_raises():
             torch.cuda._sleep(BUSY_CYCLES)
             context.fork("parent", new_ids, last_tokens=[4, 5][: len(new_ids)])

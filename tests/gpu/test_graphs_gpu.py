@@ -53,7 +53,7 @@ class CapturedStep:
         self.slots.live_to_slots(metadata.boundary_rows, metadata.boundary_slots)
 
     def capture(self):
-        """Captures a step of one request, and takes it back."""
+        """Captures a step of one request, and aborts the step."""
         self.context.add_request(Request(request_id="captured", prompt_tokens=range(30)))
         metadata = self.context.begin_step().metadata
         with self.context.capture_extractions():
@@ -159,7 +159,7 @@ def test_graph_replays_with_other_fewer_and_no_requests(int8):
     for name, length in (("a", 30), ("b", 41), ("c", 64)):
         context.add_request(Request(request_id=name, prompt_tokens=range(length)))
     captured.check_step()
-    for _ in range(12):  # decoding alone: nothing is restored, and boundaries now and then
+    for _ in range(12):  # decode only: no restores, and a boundary now and then
         captured.check_step()
     for name in "abc":
         context.finish(name)

@@ -16,7 +16,7 @@ from sources import load_example
 
 from mamba_cache.reference import HybridModelConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # of what packages would need
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # of missing packages
 
 SHAPE = HybridModelConfig(
     layer_pattern="MM*-M",
@@ -31,12 +31,12 @@ SHAPE = HybridModelConfig(
     ssm_chunk_size=256,
 )
 CLOSE = {torch.float32: 5e-2, torch.bfloat16: 0.3}
-"""How far logits and states may be off: kernels use TF32 for float32. Without states it is 1."""
+"""Allowed error of logits and states: kernels use TF32 for float32. Without states it is 1."""
 
 
 @pytest.fixture(autouse=True)
 def compiled_anew():
-    """PyTorch compiles a function for eight kinds of inputs, those of other tests among them."""
+    """PyTorch recompiles a function for at most eight kinds of inputs, over all tests."""
     torch._dynamo.reset()
 
 
@@ -54,7 +54,7 @@ def kernels(example, tmp_path_factory):
 
 
 def only(example, kernels, part):
-    """Kernels of which one part is not the reference function."""
+    """Kernels of which one part is a package's and the others are reference functions."""
     if kernels.sources[part].startswith(example.REFERENCE):
         pytest.skip(f"{part}: {kernels.sources[part]}")
     return replace(example.find_kernels(can_run=False), **{part: getattr(kernels, part)})

@@ -1,4 +1,4 @@
-"""No call of a step waits for the device, not even the first that moves states."""
+"""No call of a step waits for the device, nor does the first call that moves states."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_restoring_live_states(allocator, context):
 
 
 def test_committing_a_step_while_the_device_is_busy(allocator, context):
-    """In Megatron Core indices went up from pageable memory, which waits for the forward."""
+    """Megatron Core copies indices from pageable memory, which waits for the forward."""
     inside, ends = three_prefills(allocator, context)
     expected = [scratch_bits(allocator, i) for i in range(3)]
     expected += [request_bits(context, request) for request in (3, 4)]
@@ -57,6 +57,6 @@ def test_committing_a_step_while_the_device_is_busy(allocator, context):
         allocator.commit_intermediate_states()
     slots = [allocator.get_slot(block) for block in inside + ends]
     assert [slot_bits(allocator, slot) for slot in slots] == expected
-    # The tables are cleared before the device reads them; they arrive as they were.
+    # Tables are cleared before the device reads them; the device gets the old contents.
     assert not allocator._has_intermediates
     assert [table.tolist() for table in sent] == planned

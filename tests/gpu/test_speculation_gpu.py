@@ -40,7 +40,7 @@ class TrueDrafts:
 
 
 def run_ahead(context, model, prompts, answers):
-    """Answers of prompts that run together, each step begun before the last one's tokens are known.
+    """Answers of prompts that run together; each step begins before the last one's tokens arrive.
 
     Requests get rows 0, 1, ... in order, as the context gives them.
     """
@@ -78,7 +78,7 @@ def test_answers_are_those_of_plain_runs(context, model):
     answers, num_steps = run_ahead(context, model, PROMPTS, expected)
     assert answers == [answer[:ANSWER] for answer in expected]
     assert num_steps < ANSWER  # drafts were accepted
-    # The states that were saved inside accepted drafts serve the next turn.
+    # The next turn resumes from states saved inside accepted drafts.
     for prompt in longer:
         assert max(saved_prefix_lengths(context, prompt), default=0) > 0
     rest = [uncached(prompt, ANSWER + 2 * DRAFTS + 2)[0] for prompt in longer]

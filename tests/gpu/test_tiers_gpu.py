@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda")
 
 
 class Rig:
-    """Entries of odd shapes, some of which no wide access fits, in a few pieces and in many."""
+    """Entries of odd shapes, some too narrow for wide accesses, in a few pieces and in many."""
 
     def __init__(self, piece_bytes):
         shapes = {
@@ -60,7 +60,7 @@ class Rig:
 @pytest.fixture(params=[PIECE_BYTES, 2**18])
 def rig(request):
     made = Rig(request.param)
-    # What is compiled at the first call takes longer than any work that the GPU is given below.
+    # Compiling at the first call takes longer than any GPU work below.
     made.transfers.spill(made.jobs).wait()
     made.transfers.load(made.jobs).wait()
     yield made
@@ -70,7 +70,7 @@ def rig(request):
 
 def test_entries_come_back_to_the_bit(rig):
     before = rig.copy()
-    with waiting_raises(), held_stream():  # what is spilled waits for what is enqueued
+    with waiting_raises(), held_stream():  # a spill waits for enqueued work
         spilled = rig.transfers.spill(rig.jobs)
         assert not spilled.is_done()
     spilled.wait()
@@ -80,7 +80,7 @@ def test_entries_come_back_to_the_bit(rig):
     with waiting_raises(), held_stream():
         loaded = rig.transfers.load(rig.jobs)
         assert not loaded.is_done()
-    after = rig.copy()  # on the current stream, which waits for the load
+    after = rig.copy()  # the current stream waits for the load
     loaded.wait()
     assert loaded.damaged() == []
     assert loaded.seconds() > 0
@@ -93,7 +93,7 @@ def test_entries_come_back_to_the_bit(rig):
 def test_what_follows_a_load_waits_for_its_copies_and_not_for_their_comparison(rig):
     rig.transfers.spill(rig.jobs).wait()
     before = rig.copy()
-    rig.copy()  # while a stream is held no memory can be had from the driver: this leaves some
+    rig.copy()  # a held stream blocks the driver's allocations: this leaves some memory
     for tensors in rig.tensors.values():
         for tensor in tensors:
             tensor.zero_()
@@ -112,7 +112,7 @@ def test_what_follows_a_load_waits_for_its_copies_and_not_for_their_comparison(r
 
 
 def test_a_load_waits_for_earlier_reads_of_its_destination(rig):
-    """A kernel that still reads the destination has read the old bits."""
+    """A kernel that reads the destination when the load is enqueued reads the old bits."""
     rig.transfers.spill(rig.jobs).wait()
     [tensor] = rig.tensors[KV]
     random_bits_(tensor)
@@ -184,7 +184,7 @@ def test_the_first_request_does_not_wait_for_the_memory(model):
 
 
 def test_the_benchmark_of_tiers_runs(tmp_path):
-    """On a GPU it says more than where it is tested otherwise."""
+    """On a GPU the benchmark prints more figures than on a CPU."""
     parts = ["copies", "first", "disk", "ready"]
     options = ["--device", "cuda", "--small", "--disk-path", str(tmp_path), "--ready-gb", "0.01"]
     found = bench_tiers.main([*options, "--only", *parts])["measurements"]

@@ -42,7 +42,7 @@ def distance(one, other):
 
 
 def test_captured_states_are_those_of_a_run_in_parts(model, generator):
-    """As near as two runs in other parts are to each other at the prompt's end."""
+    """Their distance is at most that of two runs in different parts at the prompt's end."""
     runner = ModelRunner(model)
     (layout, _, capture), ids = probe(runner, BLOCK), tokens(generator)
     assert capture is not None
@@ -61,7 +61,7 @@ def test_captured_states_are_those_of_a_run_in_parts(model, generator):
     rounding = max(distance(expected[LENGTH], kept(layout, whole, LENGTH)))
     for position, room in rooms.items():
         got = [t.double() for t in (*room.states, *room.windows)]
-        # What the first layer's convolution keeps comes from the projection alone.
+        # The first layer's convolution state depends on the projection only.
         assert max(distance(expected[position], got)) <= 4 * rounding + 0.01
 
 
@@ -71,7 +71,7 @@ def make_cache(model, **settings):
 
 
 def test_hits_are_equal_to_the_bit_and_near_the_miss(model, generator):
-    """As near as a run in two parts is to a whole one."""
+    """A hit is as near to the miss as a run in two parts is to a whole run."""
     cache, ids = make_cache(model), tokens(generator)
     caches = [cache.prefill(ids) for _ in range(3)]
     boundary = LENGTH // BLOCK * BLOCK

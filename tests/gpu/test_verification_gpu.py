@@ -1,4 +1,4 @@
-"""Hits that are verified on a GPU: what is right is kept, a changed bit of a state is found."""
+"""Verified hits on a GPU: right entries are kept, a changed bit of a state is found."""
 
 import pytest
 from context_rig import BLOCK, VOCAB, generate, make_config, make_context
