@@ -29,7 +29,7 @@ END = "<!-- end of supported models -->"
 
 
 def describe(model: PreTrainedModel) -> tuple[str, str]:
-    """What a layer of a model keeps, and whether batches serve it."""
+    """Return the memory of a model's layers, and whether batches serve the model."""
     cache = make_cache(model)
     layers = cache._store.layout.layers
     kept = {

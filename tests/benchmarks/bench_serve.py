@@ -129,7 +129,7 @@ class Workload:
         return options
 
     def cut(self, answer: Sequence[int], prompt: int) -> list[int]:
-        """Return an answer without what static batches add to it: padding, tokens past its end."""
+        """Return an answer without padding of static batches and tokens past its end."""
         kept = list(answer[: self.new_tokens[prompt]])
         ends = set(self.end_tokens)
         first = next((i for i, token in enumerate(kept) if token in ends), len(kept))

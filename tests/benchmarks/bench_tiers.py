@@ -372,7 +372,7 @@ class _Steps:
     def under(
         self, copying: str, transfers: Transfers | _Unverified
     ) -> tuple[list[float], list[float]]:
-        """Return what each step takes on the GPU, in ms, and each call on the host, in us.
+        """Return the time of each step on the GPU, in ms, and of each call on the host, in us.
 
         Args:
             copying: "nothing", "plain" for copies of no entries, "load", "spill", "both", or

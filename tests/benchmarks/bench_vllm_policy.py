@@ -4,9 +4,9 @@
     .vllm/venv/bin/python tests/benchmarks/bench_vllm_policy.py --trace requests.jsonl
     .vllm/venv/bin/python tests/benchmarks/bench_vllm_policy.py --drawn agents scan loop flip
 
-The manager is vLLM's own ``CPUOffloadingManager``. A request of a trace offers what a request of a
-hybrid model does: first the chunk of the state at the end of its prompt, and of one where another
-prompt on the GPU branches, then the attention chunks that it computed. Sizes are shares of the
+The manager is vLLM's own ``CPUOffloadingManager``. A request of a trace offers the chunks of a
+hybrid model's request: first the state at the end of its prompt, and a state where another prompt
+on the GPU branches, then the attention chunks that it computed. Sizes are shares of the
 chunks that the whole trace offers. Times are of the whole replay.
 """
 

@@ -1,7 +1,7 @@
 """Timing and JSON for the benchmarks: medians, and one way to print and keep them.
 
-A benchmark is a script: ``python tests/benchmarks/bench_copy.py --json out.json``. It prints what
-it measured and decides nothing. Import this module first: it finds the package of the checkout.
+A benchmark is a script: ``python tests/benchmarks/bench_copy.py --json out.json``. It prints its
+figures and decides nothing. Import this module first: it finds the package of the checkout.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def host_us(call):
 
 
 def progress(message):
-    """Print to stderr what is being measured."""
+    """Print the current measurement to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 

@@ -119,6 +119,6 @@ def _package_of(implementation: Any) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version that a package says it has; else that of what was installed."""
+    """Return a package's own version attribute; else the version of its distribution."""
     own = getattr(sys.modules.get(package), "__version__", None)
     return importlib.metadata.version(package) if own is None else str(own)

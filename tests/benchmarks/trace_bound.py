@@ -38,7 +38,7 @@ def bound_of(requests: Sequence[TraceRequest], num_states: int | None) -> float:
     limits[kept_after] = np.inf if num_states is None else num_states
     # Each request resumes at one state at most.
     resumed = coo_array((np.ones(len(states)), (ends, states)), (len(times), num_unknowns))
-    # What is kept after a request, less what was kept before it, less what begins, plus what ends.
+    # Kept after a request - kept before it - states that begin + states that end = 0.
     rows = np.concatenate((times, times[1:], begins, ends))
     columns = np.concatenate((kept_after, kept_after[:-1], states, states))
     signs = np.repeat((1, -1, -1, 1), (len(times), len(times) - 1, len(states), len(states)))

@@ -9,7 +9,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test
 
 @pytest.fixture(scope="module")
 def nemotron():
-    """A model whose answers are remembered."""
+    """A shared model with memoised answers."""
     return importlib.import_module("batch_rig").subject("nemotron_h")
 
 

@@ -276,7 +276,7 @@ def test_serve_names_the_extra_that_it_needs(call, monkeypatch):
 
 @pytest.fixture
 def serving():
-    """The module whose ``installed`` a command calls."""
+    """The module with the ``installed`` that a command calls."""
     pytest.importorskip("transformers", reason="needs the extra transformers")
     return importlib.import_module("mamba_cache.integrations.transformers.serve")
 
@@ -333,7 +333,7 @@ def test_serve_reads_the_secret_in_a_file(call, serving, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError])
-def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, serving, monkeypatch, kind):
+def test_a_model_that_cannot_be_loaded_is_reported_in_a_line(call, serving, monkeypatch, kind):
     monkeypatch.setattr(serving, "installed", lambda **_: nullcontext())
 
     def load(force_model: str) -> None:

@@ -1,4 +1,4 @@
-"""`python docs/figures` draws what the documentation shows; needs the extra `docs`."""
+"""`python docs/figures` draws the figures of the documentation; needs the extra `docs`."""
 
 import importlib
 import re

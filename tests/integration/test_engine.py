@@ -1,4 +1,4 @@
-"""The engine gives the same tokens with the cache and without, under preemption, drafts, ..."""
+"""The engine gives the same tokens with and without the cache, under preemption and with drafts."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Examples print the output that the documentation shows, and skip what they claim to skip."""
+"""Examples print the output that the documentation shows, and have their intended effect."""
 
 import contextlib
 import io

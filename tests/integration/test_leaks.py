@@ -1,4 +1,4 @@
-"""20,000 requests leave nothing behind but what is cached."""
+"""20,000 requests leave nothing in memory but cached entries."""
 
 import gc
 import sys

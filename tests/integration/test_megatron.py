@@ -221,7 +221,7 @@ def test_the_methods_are_amended_and_given_back(write):
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron.core"])
-def test_without_megatron_core_the_error_says_what_to_install(write, monkeypatch, name):
+def test_without_megatron_core_the_error_names_the_extra(write, monkeypatch, name):
     write()
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=r"pip install -e \'\.\[megatron\]\'"):

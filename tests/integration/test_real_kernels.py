@@ -34,7 +34,7 @@ def reference(example):
     return example.find_kernels(can_run=False)
 
 
-def test_runs_with_what_is_here_and_says_what_is_missing(example, monkeypatch, capsys):
+def test_runs_with_installed_kernels_and_names_missing_ones(example, monkeypatch, capsys):
     monkeypatch.setattr(example.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     small = replace(example.SMALL, model=SHAPE, block=BLOCK, text=4 * BLOCK, own=9, questions=2)

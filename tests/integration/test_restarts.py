@@ -134,7 +134,7 @@ def test_a_prefix_computed_in_one_process_is_resumed_in_another(store) -> None:
 
 
 class Remembering:
-    """A store, and the names of what was put into it."""
+    """A store that records the names of its entries."""
 
     def __init__(self, store):
         self._store, self.names = store, set()

@@ -90,7 +90,7 @@ def begun():
 
 
 def handed_over(metadata, **changes):
-    """What layers of Gated DeltaNet hand over, as arguments."""
+    """Return the arguments with which layers of Gated DeltaNet hand over their states."""
     channels, shape = (shape for _, shape, _ in GDN.layers[0].tensors)
     states = {"recurrent": torch.zeros(metadata.num_chunks, *shape, dtype=torch.float32)}
     inputs = {"conv": torch.zeros(metadata.num_prefill_tokens, channels[0], dtype=torch.bfloat16)}

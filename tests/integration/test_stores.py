@@ -258,7 +258,7 @@ def test_health_and_registered_memory(store, rng, prefix):
     assert store.get_many_into([f"{prefix}k"], [memory[7000:8000].data]) == [1000]
 
 
-def test_a_closed_store_says_so(store):
+def test_a_closed_store_reports_closed(store):
     buffer = np.zeros(10, np.uint8).data
     assert store.exists_many(["k"]) == [MISSING]  # it was open
     store.close()
@@ -532,7 +532,7 @@ def test_a_full_mooncake(rng):
         answers = store.put_many(list(more), views(more.values()))
         assert set(answers) == {None, StoreFault.FULL}
         found = zip(answers, store.exists_many(list(more)), strict=True)
-        # What was stored has no lease yet, and the master may evict it for the next one.
+        # New entries have no lease yet, and the master may evict one for the next.
         assert {there for answer, there in found if answer is not None} == {MISSING}
         assert store.exists_many(keys) == [None] * 24
         assert store.remove(keys[:1]) == [StoreFault.LEASED]

@@ -100,7 +100,7 @@ def test_what_is_returned(cache, nemotron, generator):
     assert cache.generate_batch([]) == {}
 
 
-def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, generator):
+def test_a_request_that_does_not_fit_fails_and_the_others_go_on(nemotron, generator):
     room = budgets(nemotron.cache(), slots=16, blocks=6)
     cache = nemotron.cache(**room)
     prompts = [tokens(generator, 5), tokens(generator, 4 * BLOCK), tokens(generator, 6)]

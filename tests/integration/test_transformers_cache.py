@@ -98,7 +98,7 @@ def test_rows_that_end_early_are_cached_to_their_end(model, cache, generator):
     assert hit == min(end, num_computed) // BLOCK * BLOCK
 
 
-# What is cached, and how much is computed.
+# Cached entries, and the amount of computed tokens.
 
 
 def test_long_prompts_are_computed_in_segments(model, generator):
@@ -187,7 +187,7 @@ def test_a_model_that_was_loaded_from_files_is_cached(model, prompt, tmp_path):
     assert (cache.stats().hits, cache.stats().bypasses) == (1, {})
 
 
-def test_stats_say_why_nothing_was_found(model, cache, prompt, generator):
+def test_stats_count_misses_by_reason(model, cache, prompt, generator):
     cached(cache, prompt, max_new_tokens=1)
     cached(cache, join(prompt[:, : 2 * BLOCK], text(generator, BLOCK)), max_new_tokens=1)
     stats = cache.stats()

@@ -139,7 +139,7 @@ def test_weights_may_change_while_nothing_is_cached(model, generator, weights_ch
         cache.reset()
 
 
-def test_a_cache_says_what_it_holds_and_what_the_last_call_skipped(model, generator):
+def test_a_cache_shows_its_contents_and_the_tokens_last_skipped(model, generator):
     prompt = text(generator, 4 * BLOCK + 3)
     with make_cache(model) as cache:
         assert cache.last_skipped_tokens == 0

@@ -19,7 +19,7 @@ INSEPARABLE = ("zaya",)
 """Families whose states no function returns; their prompts are cut at checkpoints."""
 
 IN_FLOAT32 = ("nemotron_h with experts", "kimi_linear", "bailing_hybrid")
-"""Families whose routers cast to float32 in ways that are not undone here: these stay in it."""
+"""Families whose routers cast to float32 without a patch here: they run in float32."""
 
 CUTS = (2, 3 * BLOCK, 4 * BLOCK)
 LENGTH = 6 * BLOCK - 3
@@ -32,7 +32,7 @@ def setting(request, monkeypatch):
     model = make_model(request.param)
     if request.param not in IN_FLOAT32:
         model.double()
-    model.set_experts_implementation("eager")  # the default knows no float64
+    model.set_experts_implementation("eager")  # the default has no float64
     runner = ModelRunner(model)
     bound = 1e-6 if request.param in IN_FLOAT32 else 1e-12
     return model, runner, probe(runner, BLOCK)[0], bound

@@ -38,7 +38,7 @@ def cache(model):
 
 
 def served(cache, ids, **options):
-    """Prompt tokens that were not computed, and what was generated."""
+    """Return the number of skipped prompt tokens, and the answer."""
     runs = []
     hit = skipped(cache, lambda: runs.append(cached(cache, ids, **options)))
     return hit, runs[0]
@@ -92,7 +92,7 @@ def test_other_ways_to_compute_a_prompt_take_them_too(model, users, way):
     else:
         assert_same(plain(model, users[0]), cached(cache, users[0], checkpoints=SOME))
     hit, output = served(cache, users[1])
-    # A batch cuts no prompt, so it keeps what is captured inside of a forward.
+    # A batch cuts no prompt, so it keeps only states captured inside a forward.
     assert hit == (0 if way == "batch" and cache._capture is None else BOUNDARY)
     assert_same(plain(model, users[1]), output)
 
@@ -278,7 +278,7 @@ REFUSING = (
     "{% if messages|length > 4 %}{{ raise_exception('Too long.') }}{% endif %}" + OPENING
 )
 PARTINGS = {
-    # The next turn begins with all of the prompt, whose end is kept anyway.
+    # The next turn begins with the whole prompt; the prompt's end is kept anyway.
     "where the first words begin": (CHATML, MESSAGES[:2], None),
     "in a longer chat": (CHATML, MESSAGES, None),
     "where later turns are stripped": (STRIPPING, MESSAGES, None),

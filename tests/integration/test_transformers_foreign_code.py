@@ -212,7 +212,7 @@ def test_a_list_that_a_hook_closes_over_is_collected_after_its_removal(
     assert collected() is None
 
 
-# What counts as foreign, and what does not.
+# Foreign code, and code that is not foreign.
 
 
 def wrapped(function):
@@ -523,7 +523,7 @@ def test_each_call_takes_a_variant_and_bypasses_without_one(model, cache, prompt
 
 
 def test_a_class_of_a_user_is_served_and_needs_a_file_or_a_variant_below(tmp_path, prompt):
-    """In a notebook it has no file whose digest could name it to other processes."""
+    """A class of a notebook has no file, so no digest names it to other processes."""
     kind = type("Halved", (torch.nn.Linear,), {
         "__module__": "a_notebook", "forward": eval(
             "lambda self, x: x @ self.weight.T * -0.5", {"__name__": "a_notebook"}

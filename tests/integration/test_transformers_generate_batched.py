@@ -36,7 +36,7 @@ OPTIONS = {"do_sample": False, "max_new_tokens": ANSWER, "eos_token_id": None}
 
 
 def make_cache(model, **settings):
-    """A cache whose steps take all prompts of a test whole."""
+    """Make a cache with steps that take all prompts of a test whole."""
     return make_small_cache(model, **{"segment_tokens": 64 * BLOCK, **settings})
 
 
@@ -84,7 +84,7 @@ def test_every_family_answers_misses_hits_and_rows_as_without_a_cache(name, monk
     """In float64: in float32 two logits of random weights were equal but for rounding."""
     compute_in_double(monkeypatch)
     model = make_model(name).double()
-    model.set_experts_implementation("eager")  # the default knows no float64
+    model.set_experts_implementation("eager")  # the default has no float64
     cache, prompt = make_cache(model), text(generator, 4 * BLOCK + 3)
     for _ in range(2):
         answer = assert_equal(model, cache, prompt)

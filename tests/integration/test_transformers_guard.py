@@ -40,7 +40,7 @@ def test_a_forward_that_raises_keeps_the_cache(
     nemotron, warm, generator, monkeypatch, is_batch, error
 ):
     cache, prompt = warm
-    answer(cache, tokens(generator, 5), is_batch=is_batch)  # sets up what batches need
+    answer(cache, tokens(generator, 5), is_batch=is_batch)  # sets up the memory of batches
     with monkeypatch.context() as patch:
         layer = nemotron.model.model.layers[1].mixer
         strike(patch, type(layer), "forward", error)
@@ -171,7 +171,7 @@ def test_a_change_that_breaks_off_resets_the_cache_at_its_next_call(
     assert cache.stats().self_resets == 0
 
 
-def test_what_cannot_reset_itself_says_so_until_it_can(nemotron, warm, monkeypatch):
+def test_a_cache_that_cannot_reset_itself_raises_until_it_can(nemotron, warm, monkeypatch):
     cache, prompt = warm
     with monkeypatch.context() as patch:
         strike(patch, cache._store.kv_blocks, "_add_chain", OSError)

@@ -1,4 +1,4 @@
-"""Which options of `generate` the prefix cache serves, and what it keeps under each."""
+"""Options of `generate` that the prefix cache serves, and the states it keeps under each."""
 
 import copy
 import pickle

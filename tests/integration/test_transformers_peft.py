@@ -1,4 +1,4 @@
-"""What PEFT and accelerate themselves do to a model between two calls of its prefix cache."""
+"""Changes by PEFT and accelerate to a model between two calls of its prefix cache."""
 
 from dataclasses import replace
 
@@ -176,7 +176,7 @@ def test_a_prefix_of_the_model_before_is_never_served(name, generator):
     check_change(replace(one, change=lambda model: one.change(peft_model)), base, generator)
 
 
-# How a model was loaded, as docs/how-to/transformers.md says.
+# Ways of loading a model, as in docs/how-to/transformers.md.
 
 
 @pytest.mark.parametrize("placed", ["auto", "cpu", "half of the layers on the disk"])

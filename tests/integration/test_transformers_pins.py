@@ -143,7 +143,7 @@ def test_a_reset_ends_pins_and_so_does_closing(nemotron, generator):
             cache.check_invariants()
 
 
-def test_a_request_that_pins_leave_no_room_for_says_so(nemotron, generator):
+def test_a_request_that_pins_leave_no_room_for_is_refused(nemotron, generator):
     """It ran until no request was left to preempt, and failed an assertion then."""
     cache, _ = small(nemotron, blocks=8)
     prompt = tokens(generator, 4 * BLOCK)

@@ -256,7 +256,7 @@ def test_their_answers_are_not_reused(clamping, generator):
     assert hit == 2 * BLOCK
 
 
-def test_states_that_are_kept_outside_of_the_cache_are_said_to_be():
+def test_states_that_are_kept_outside_of_the_cache_are_named():
     config = transformers.RecurrentGemmaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, lru_width=32,

@@ -43,7 +43,7 @@ class Rows:
         # All rows of a step in one rectangle, with any amount of padding.
         monkeypatch.setitem(graphs._FORWARD_TOKENS, "cpu", (10**6, 10**6))
         model = make_model(name).double()
-        model.set_experts_implementation("eager")  # the default knows no float64
+        model.set_experts_implementation("eager")  # the default has no float64
         cache = make_cache(model, max_requests=8, segment_tokens=32 * BLOCK)
         monkeypatch.setattr(Batcher, "check", lambda _: None)
         self.batcher = cache._ready_batcher()
@@ -223,7 +223,7 @@ SIZES, ENDS = [21, 40, 8, 33], [[5, 9], [16, 24], [8, 8], [11, 33]]
 
 
 def call(x, dt, B, C, *, low, states):
-    """Arguments of Mamba-2's scan, whose steps in time are at least ``low``."""
+    """Return arguments of Mamba-2's scan with time steps of at least ``low``."""
     steps = {"dt_bias": torch.linspace(-1, 1, 4), "dt_softplus": True, "dt_limit": (low, math.inf)}
     options = {"chunk_size": BLOCK, "D": torch.linspace(0, 2, 4), "return_final_states": True}
     return (x, dt, -torch.linspace(0.5, 4, 4), B, C), {**options, **steps, "initial_states": states}

@@ -996,8 +996,8 @@ def test_the_command_serves(folders, references, words, options, batches, tmp_pa
         assert [hit(one) for one in answers] == [0, reused(ids.shape[1])]
         process.send_signal(signal.SIGINT)
         drain.join()
-        # As `transformers serve` ends then. Shells have their background jobs ignore the signal,
-        # and so what these start: the server still stops, but nothing interrupts it afterwards.
+        # `transformers serve` exits in the same way. Background jobs of a shell ignore SIGINT, and
+        # their children too: the server still stops, but is not interrupted afterwards.
         is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert process.wait() == (0 if is_ignored else 130)
     finally:

@@ -30,7 +30,7 @@ def measure(model):
 
 
 def planned(folder, config, dtype):
-    """What a plan reads of a configuration's file."""
+    """Return the sizes that a plan reads from a configuration's file."""
     config = {**config, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shape = load_shape(str(folder))

@@ -20,7 +20,7 @@ from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, 
 from mamba_cache.integrations import vllm as ours
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
 
-# Of vLLM's own code, and what it brings.
+# Warnings of vLLM's own code and its dependencies.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYERS = "vllm.model_executor.layers.mamba.mamba_utils"
