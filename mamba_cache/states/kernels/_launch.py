@@ -83,7 +83,7 @@ def _set_shared_memory_aside(function: int) -> None:
 
 
 def layout_of(*tensors: torch.Tensor | None) -> Hashable:
-    """Return what Triton's choice of a compiled kernel depends on: dtypes and alignments."""
+    """Return the dtypes and alignments by which Triton chooses a compiled kernel."""
     return tuple(
         None if tensor is None else (tensor.dtype, tensor.data_ptr() % WIDE_BYTES == 0)
         for tensor in tensors

@@ -137,7 +137,7 @@ def checksum(
     others: range,
     programs: int,
 ) -> None:
-    """Do what the twin does, without waiting for the device.
+    """Compute the twin's function without waiting for the device.
 
     Any change of one word changes the sum of its chunk; other changes are missed with a probability
     of about 2**-64. The sum depends on the order of words, but not on the tensor's address.
