@@ -1,4 +1,4 @@
-"""What the adaptive policy keeps, refuses and learns, in a pool and in a context."""
+"""The adaptive policy in a pool and in a context: kept states, refused states, learned rates."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ class Service:
         self._block_of = {}
         self.skipped = 0
 
-    def ask(self, hash_ids, **told):
+    def ask(self, hash_ids, **hints):
         """Run a prompt of these blocks; return the blocks that it skips."""
         hash_ids = list(hash_ids)
         matched = next(
@@ -38,7 +38,7 @@ class Service:
         new = self.kv_blocks.allocate_memory_blocks(len(hash_ids) - matched)
         blocks = [self._block_of[h] for h in hash_ids[:matched]] + new
         hit = self.pool.num_blocks_to_state(blocks[:matched])
-        facts = PromptFacts(hash_ids, 16, matched, len(hash_ids), **told)
+        facts = PromptFacts(hash_ids, 16, matched, len(hash_ids), **hints)
         prompt = self.pool.policy.on_request(facts)
         depths = sorted({d for d in (matched, len(hash_ids)) if d > hit})
         kinds = ["end" if depth == len(hash_ids) else "branch" for depth in depths]
@@ -63,7 +63,7 @@ def chat(first, turns):
     return [range(first, first + 5 * turn + 5) for turn in range(turns)]
 
 
-def test_what_is_never_asked_for_again_is_refused_once_that_is_learned():
+def test_states_never_requested_again_are_refused_once_that_is_learned():
     service = Service(4)
     for number in range(700):
         hot = 100 * (number % 4) + 1
@@ -102,7 +102,7 @@ def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
     pool.check_invariants()
 
 
-def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
+def test_states_without_a_slot_because_all_are_held_are_skipped_not_refused():
     pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     facts = PromptFacts([1, 2, 3], 16, 0, 3)
     prompt = pool.policy.on_request(facts)
@@ -132,16 +132,16 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     assert pool.reserve([7], [growing]) == [2]
     pool.kv_blocks.block_hashes[7] = 4
     pool.commit_reserved([2], [7])
-    assert pool.reserve([8], [growing]) == [1]  # of another answer
+    assert pool.reserve([8], [growing]) == [1]  # for the state of another answer
     pool.cancel_reserved([1])
     pool.check_invariants()
     again = pool.policy.on_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
-    assert pool.reserve([9], [StateProposal(again, 4)]) == [None]  # it is there already
+    assert pool.reserve([9], [StateProposal(again, 4)]) == [None]  # the state is saved already
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
-    """The second finds the first's under its hash; or a request came before they were saved."""
+    """The second save finds the first one's hash, even if a request came before the saves."""
     pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
@@ -159,10 +159,10 @@ def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
         pool.invalidate_block(block)
     pool.check_invariants()
     again = pool.policy.on_request(PromptFacts([1, 2, 3, 4], 16, 4, 4))
-    assert again.near != 0, "it has used the candidate of both"
+    assert again.near != 0, "the request used the joint candidate"
 
 
-def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
+def test_states_of_unknown_prompts_are_kept_by_age():
     pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     for block in (1, 2):
         pool.commit(pool.reserve_slots([block]), [block], [64])
@@ -202,7 +202,7 @@ def test_a_slot_written_from_outside_goes_first():
 
 
 def test_for_kv_blocks_the_state_goes_that_is_worth_least_for_each_of_them():
-    """The state of one block serves a ghost: it is worth two states of one block, for one block."""
+    """The one-block state also serves a ghost: worth two one-block states, it holds one block."""
     service = Service(4)
     service.ask(range(10, 21))
     service.ask([1])
@@ -214,7 +214,7 @@ def test_for_kv_blocks_the_state_goes_that_is_worth_least_for_each_of_them():
     assert service.policy.least_loss(np.array(slots)) == 1
 
 
-def test_invariants_notice_slots_that_nobody_told_of():
+def test_invariants_notice_unreported_slots():
     service = Service(2)
     service.ask(range(1, 4))
     service.policy.check_invariants([0, 1])
@@ -249,7 +249,7 @@ def test_settings_name_a_contexts_policy(settings, kind):
 
 
 def hints_skip(told):
-    """Blocks skipped of 400 pairs of prompts among 1,200 others, with 6 slots."""
+    """Return the blocks skipped by 400 pairs of prompts among 1,200 others, with 6 slots."""
     service, rng, waiting = Service(6), np.random.default_rng(5), []
     for number in range(1_600):
         first = 100 * number + 1
@@ -296,7 +296,7 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
     pool.cancel_reserved([slot])
     pool.check_invariants()
     pool.invalidate_block(block)
-    for number in range(1, 4_500):  # until both are forgotten
+    for number in range(1, 4_500):  # until both candidates are forgotten
         again = pool.policy.on_request(PromptFacts([10 * number], 16, 0, 1))
         pool.cancel_reserved(pool.reserve([other], [StateProposal(again, 1)]))
     assert len(service.policy._tree.ghosts) <= 4_096 + FORGOTTEN_AT_ONCE

@@ -1,4 +1,4 @@
-"""Rates of return and their index, against the formulas one number at a time."""
+"""Rates of return and their index, compared with the formulas applied to one number at a time."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ WIDTH = [int(np.count_nonzero(b == BIN_OF_AGE)) for b in range(NUM_BINS)]
 
 
 def starts():
-    """The first age of each bin; of an empty one, that of the next."""
+    """Return the first age of each bin; for an empty bin, the first age of the next one."""
     return [
         int(2 ** (b / 2)) if 2 ** (b / 2) % 1 == 0 else int(2 ** (b / 2)) + 1 for b in range(40)
     ]
@@ -97,7 +97,7 @@ def test_all_counts_are_halved_when_there_are_many_events(rng, monkeypatch):
     monkeypatch.setattr(adaptive, "MAX_EVENTS", 40)
     groups = np.array([0, 0, 1])
     rates, plain = ReturnRates(groups), Plain(groups.tolist())
-    going = {}  # candidates whose spells go on over a halving: class, age at its beginning, age now
+    going = {}  # candidates whose spells outlast a halving: class, age at its beginning, age now
     halvings = 0
     for number in range(600):
         klass = int(rng.integers(3))
@@ -122,7 +122,7 @@ def test_all_counts_are_halved_when_there_are_many_events(rng, monkeypatch):
 
 
 def test_a_rate_follows_a_change_of_traffic():
-    """A class that stops returning is known for it after about as many events of the others."""
+    """The rate of a class that stops returning falls after about as many events of others."""
     rates = ReturnRates(np.array([0, 1]))
     for _ in range(20):
         for _ in range(500):
@@ -139,7 +139,7 @@ def test_a_rate_follows_a_change_of_traffic():
     assert rates.index_of(0, 1) > 8 * rates.index_of(1, 1)
 
 
-def told(trust, source, hint, given, returned):
+def count_hints(trust, source, hint, given, returned):
     for _ in range(given):
         trust.count(source, hint)
     for _ in range(returned):
@@ -149,33 +149,33 @@ def told(trust, source, hint, given, returned):
 def test_hints_are_trusted_as_far_as_they_come_true():
     trust = SourceTrust()
     assert trust.level_of("new", True) == 0
-    told(trust, "right", True, 60, 55)
-    assert trust.level_of("right", True) == 0  # it never said no
-    told(trust, "right", False, 60, 1)
+    count_hints(trust, "right", True, 60, 55)
+    assert trust.level_of("right", True) == 0  # no hint was negative
+    count_hints(trust, "right", False, 60, 1)
     assert [trust.level_of("right", hint) for hint in (False, True)] == [3, 4]
-    told(trust, "fair", True, 60, 40)
-    told(trust, "fair", False, 60, 12)
+    count_hints(trust, "fair", True, 60, 40)
+    count_hints(trust, "fair", False, 60, 12)
     assert [trust.level_of("fair", hint) for hint in (False, True)] == [1, 2]
-    told(trust, "random", True, 60, 31)
-    told(trust, "random", False, 60, 30)
+    count_hints(trust, "random", True, 60, 31)
+    count_hints(trust, "random", False, 60, 30)
     assert [trust.level_of("random", hint) for hint in (False, True)] == [0, 0]
-    told(trust, "liar", True, 60, 1)
-    told(trust, "liar", False, 60, 55)
+    count_hints(trust, "liar", True, 60, 1)
+    count_hints(trust, "liar", False, 60, 55)
     assert [trust.level_of("liar", hint) for hint in (False, True)] == [0, 0]
 
 
 def test_a_source_is_trusted_from_three_deviations_on():
     for more, level in ((16, 0), (17, 2)):
         trust = SourceTrust()
-        told(trust, "x", False, 60, 21)
-        told(trust, "x", True, 60, 21 + more)
+        count_hints(trust, "x", False, 60, 21)
+        count_hints(trust, "x", True, 60, 21 + more)
         assert trust.level_of("x", True) == level
 
 
 def test_a_source_can_lose_trust():
     trust = SourceTrust()
-    told(trust, "x", True, 200, 180)
-    told(trust, "x", False, 200, 10)
+    count_hints(trust, "x", True, 200, 180)
+    count_hints(trust, "x", False, 200, 10)
     assert trust.level_of("x", True) > 0
     for _ in range(30_000):
         trust.count("x", True)
@@ -184,24 +184,24 @@ def test_a_source_can_lose_trust():
     assert trust.level_of("x", True) == 0
 
 
-def test_what_a_source_said_is_halved_in_time():
+def test_counts_of_a_source_are_halved_in_time():
     trust = SourceTrust()
-    told(trust, "x", False, 1_000, 101)
-    told(trust, "x", True, 2_048, 1_500)
+    count_hints(trust, "x", False, 1_000, 101)
+    count_hints(trust, "x", True, 2_048, 1_500)
     trust.count("x", True)
     assert trust._records["x"] == [500, 1_024, 50, 750]
 
 
 def test_the_longest_unused_sources_are_forgotten():
     trust = SourceTrust()
-    told(trust, "old", True, 60, 55)
-    told(trust, "old", False, 60, 1)
+    count_hints(trust, "old", True, 60, 55)
+    count_hints(trust, "old", False, 60, 1)
     assert trust.level_of("old", True) > 0
     for number in range(1_024):
-        told(trust, number, True, 1, 0)
-    trust.count_return("old", True)  # of one that is forgotten
+        count_hints(trust, number, True, 1, 0)
+    trust.count_return("old", True)  # the return of a forgotten source
     assert trust.level_of("old", True) == 0
-    told(trust, "old", True, 1, 0)
+    count_hints(trust, "old", True, 1, 0)
     assert trust.level_of("old", True) == 0
 
 

@@ -1,4 +1,4 @@
-"""Around a step on the host: what is remembered, copied and refused.
+"""Host side of a step in align mode: records, copies and refusals.
 
 tests/property/test_align_steps.py holds drawn steps to the rules.
 """
@@ -64,7 +64,7 @@ class Worker:
         )
 
     def batch(self, names, accepted, **computed):
-        """Makes a batch of requests that have so many tokens computed."""
+        """Return a batch of requests with these numbers of computed tokens."""
         self.input_batch = SimpleNamespace(
             req_ids=list(names), num_accepted_tokens_cpu=np.array(accepted, dtype=np.int32)
         )
@@ -122,7 +122,7 @@ def test_prefix_caching_is_required(worker):
 
 @pytest.mark.parametrize("blocks", [[4], [4, 21], [21, 4]])
 def test_columns_and_blocks_out_of_range_change_nothing(worker, blocks):
-    """The second request of the batch is at fault, so nothing of the first may have happened."""
+    """The second request of the batch is invalid, so the first one must not be processed either."""
     worker.state_idx.update(a=0, b=0)
     worker.requests["b"].block_ids = [[], blocks]
     worker.batch("ab", [2, 2], a=B, b=B)
@@ -186,7 +186,7 @@ def test_all_mode_looks_at_the_first_requests_alone(worker):
 
 
 def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(worker):
-    """vLLM 0.32's ``align_ctx``. Where no state moves nothing is sent."""
+    """vLLM 0.32's ``align_ctx``. Nothing is sent in a step that moves no state."""
     context = worker.bufs.postprocess_align
     table = torch.arange(1, 21, dtype=torch.int32).view(2, 10)
     tables = [None, SimpleNamespace(get_device_tensor=lambda n: table[:n])]

@@ -1,4 +1,4 @@
-"""Specs of groups, and how state tensors are described."""
+"""Specs of KV cache groups, and descriptions of state tensors."""
 
 import sys
 from functools import partial
@@ -69,7 +69,7 @@ def test_groups_by_spec_as_in_vllm_0_32():
 
 
 def test_layers_of_several_kinds_in_one_group():
-    """A short convolution has a window alone; a layer may have states that are not copied."""
+    """A short convolution has only a window; a layer may have states that are not copied."""
     kinds = {"gdn": (get_conv_copy_spec, get_temporal_copy_spec), "short": (get_conv_copy_spec,)}
     specs = {
         name: MambaSpec(block_size=8, shapes=((3, 4),), dtypes=(torch.float16,), mamba_type=kind)
@@ -83,8 +83,8 @@ def test_layers_of_several_kinds_in_one_group():
     assert [memory.conv_width for memory in memories] == [3, 0, 3]
 
 
-def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
-    """vLLM's own function serves windows of both layouts; a setting beside it says which."""
+def test_a_foreign_function_for_both_layouts_uses_the_setting(monkeypatch):
+    """vLLM's own function serves windows of both layouts; a setting beside it selects one."""
     foreign = ModuleType("foreign")
     exec("def get_conv_copy_spec(): ...", vars(foreign))
     monkeypatch.setitem(sys.modules, "foreign", foreign)
@@ -98,7 +98,7 @@ def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
         assert memory.conv_width == width
 
 
-def test_what_is_read_of_a_block():
+def test_copy_specs_of_a_block():
     state = torch.zeros(5, 4, 6, dtype=torch.bfloat16)
     blocks, at = [3, 0, 2], state.data_ptr()
     spec = get_conv_copy_spec(state, blocks, 0, 2)
@@ -112,7 +112,7 @@ def test_what_is_read_of_a_block():
 
 
 @pytest.mark.parametrize("copy_func", [get_conv_copy_spec, get_conv_copy_spec_ds])
-def test_the_function_says_which_axis_and_the_strides_how_it_lies(copy_func):
+def test_the_function_gives_the_axis_and_strides_the_layout(copy_func):
     """An engine may show a [dim, W] window as [W, dim]."""
     stored = torch.zeros(5, 4, 6)
     spec = copy_func(stored.transpose(1, 2), [2], 0, 2)
@@ -147,7 +147,7 @@ def bindings(rng):
 
 
 def other_func():
-    """A copy function that is not known."""
+    """An unknown copy function."""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def other_func():
         ),
     ],
 )
-def test_what_does_not_fit_leaves_the_context_as_it_was(bindings, changed, message):
+def test_refused_arguments_leave_the_context_unchanged(bindings, changed, message):
     context = make_context()
     with pytest.raises(InvalidArgumentError, match=message):
         context.initialize_from_forward_context(**{**bindings, **changed})
@@ -178,7 +178,7 @@ def test_what_does_not_fit_leaves_the_context_as_it_was(bindings, changed, messa
 
 
 def test_only_the_first_initialisation_counts(bindings):
-    """Facts: address, bytes from block to block, of a block and of a token, width and group."""
+    """Facts: address, bytes between blocks, bytes of a block and of a token, width and group."""
     context = make_context()
     context.initialize_from_forward_context(**bindings)
     context.initialize_from_forward_context(**{**bindings, "block_tables": []})

@@ -1,4 +1,4 @@
-"""The resident state: what each call leaves in its slots, and what the layers are told.
+"""The resident state: contents of its slots after each call, and attention metadata of the layers.
 
 tests/property/test_align_steps.py holds drawn steps to the rules.
 """
@@ -38,8 +38,8 @@ class World(ResidentWorld):
     def end(self, sampled, computed):
         self.postprocess(self.on_device(sampled), self.on_device(computed))
 
-    def told(self, drafts, mode=None, padding=0, as_decodes=None, **options):
-        """Returns what the layers are told of the last batch."""
+    def attention_metadata(self, drafts, mode=None, padding=0, as_decodes=None, **options):
+        """Return the attention metadata of the last batch."""
         num_reqs = self.batch.num_reqs
         batch = SimpleNamespace(
             num_reqs=num_reqs,
@@ -60,7 +60,7 @@ class World(ResidentWorld):
 
     @property
     def fields(self):
-        """Of each slot the running column, the source column, the bias and the accepted count."""
+        """The running column, source column, bias and accepted count of each slot."""
         state = self.state
         fields = (
             state._mamba_state_idx_gpu,
@@ -77,7 +77,7 @@ def world(rng):
 
 
 def test_block_tables_may_move(world):
-    """Raw addresses of tables that were gathered anew each step pointed to freed memory."""
+    """Regression: raw addresses of tables that each step gathered anew pointed to freed memory."""
     world.add(0, B)
     world.begin([0], [1], [B] * 4)
     world.tables = [table.clone() for table in world.tables]
@@ -143,33 +143,33 @@ def test_columns_out_of_range_change_nothing(world):
 Mode = Enum("Mode", ["NONE", "FULL"])
 
 
-def test_layers_are_told_of_rows_and_padding(world):
+def test_layers_get_rows_and_padding(world):
     world.batch = SimpleNamespace(num_reqs=3, idx_mapping=world.on_device([2, -1, 0]))
     world.state.postprocess_state(world.on_device([2]), 3)
-    told = world.told([2, 1, 0], Mode.FULL, padding=2)
-    assert (told.num_reqs, told.num_tokens, told.max_query_len, told.max_seq_len) == (5, 9, 3, 24)
-    assert told.num_accepted_tokens.tolist() == [3, 1, 1, 1, 1]
-    assert told.num_accepted_tokens.dtype == torch.int32
-    assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, 0, -1, -1]
-    assert told.is_prefilling.tolist() == [False, True, False, False, False]
-    told = world.told([2, 1, 0], Mode.NONE, padding=2)
-    assert (told.num_reqs, told.num_tokens, told.max_seq_len) == (3, 7, 22)
-    assert len(told.num_accepted_tokens) == 3
+    attn = world.attention_metadata([2, 1, 0], Mode.FULL, padding=2)
+    assert (attn.num_reqs, attn.num_tokens, attn.max_query_len, attn.max_seq_len) == (5, 9, 3, 24)
+    assert attn.num_accepted_tokens.tolist() == [3, 1, 1, 1, 1]
+    assert attn.num_accepted_tokens.dtype == torch.int32
+    assert attn.num_decode_draft_tokens_cpu.tolist() == [2, -1, 0, -1, -1]
+    assert attn.is_prefilling.tolist() == [False, True, False, False, False]
+    attn = world.attention_metadata([2, 1, 0], Mode.NONE, padding=2)
+    assert (attn.num_reqs, attn.num_tokens, attn.max_seq_len) == (3, 7, 22)
+    assert len(attn.num_accepted_tokens) == 3
 
 
-def test_graphs_are_for_the_longest_sequence_and_without_speculation_nobody_drafts(world):
+def test_graphs_are_for_the_longest_sequence_and_without_speculation_have_no_drafts(world):
     world.batch = SimpleNamespace(num_reqs=1, idx_mapping=world.on_device([0]))
-    told = world.told(None, "FULL", for_capture=True)
-    assert told.max_seq_len == MODEL.max_tokens
-    assert told.num_decode_draft_tokens_cpu.tolist() == [0]
+    attn = world.attention_metadata(None, "FULL", for_capture=True)
+    assert attn.max_seq_len == MODEL.max_tokens
+    assert attn.num_decode_draft_tokens_cpu.tolist() == [0]
     world.state._config.num_speculative_tokens = 0
-    assert world.told(None).num_decode_draft_tokens_cpu is None
+    assert world.attention_metadata(None).num_decode_draft_tokens_cpu is None
 
 
-def test_decodes_are_told_apart_as_in_vllm(world):
-    """A decode without drafts was none: it did not read the state behind the accepted draft."""
+def test_decodes_are_recognised_as_in_vllm(world):
+    """Regression: a decode without drafts did not read the state behind the accepted draft."""
     world.batch = SimpleNamespace(num_reqs=3, idx_mapping=world.on_device([0, 1, 2]))
-    assert world.told(None).num_decode_draft_tokens_cpu.tolist() == [0, -1, 0]
-    told = world.told([0, 2, 2], as_decodes=np.array([False, True, False]))
-    assert told.num_decode_draft_tokens_cpu.tolist() == [0, 2, 2]
-    assert told.is_prefilling.tolist() == [False] * 3
+    assert world.attention_metadata(None).num_decode_draft_tokens_cpu.tolist() == [0, -1, 0]
+    attn = world.attention_metadata([0, 2, 2], as_decodes=np.array([False, True, False]))
+    assert attn.num_decode_draft_tokens_cpu.tolist() == [0, 2, 2]
+    assert attn.is_prefilling.tolist() == [False] * 3

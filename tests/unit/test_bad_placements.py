@@ -1,4 +1,4 @@
-"""Placements and policies of an embedder that raise, or return what makes no sense."""
+"""Placements and policies of an embedder that raise or return invalid values."""
 
 import math
 
@@ -25,7 +25,7 @@ PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
 class Placement:
-    """Returns, or raises, what it is given."""
+    """A placement that returns or raises ``given``."""
 
     def __init__(self):
         self.given = [2 * BLOCK]
@@ -50,7 +50,7 @@ def placement():
 
 @pytest.fixture
 def context(placement):
-    """One in which a prefix is cached, so that a request begins with a hit."""
+    """Return a context with a cached prefix, so that a request begins with a hit."""
     context = make_context(placement=placement)
     generate(context, PROMPT, 1)
     return context
@@ -86,14 +86,14 @@ def test_positions_out_of_range_are_passed_over(context, placement, given):
 
 
 def test_a_position_inside_a_block_is_its_beginning(placement):
-    """For slots by themselves its state was found as that of the block before."""
+    """Regression: without a context, slots found its state as that of the block before."""
     facts = PlacementFacts(26, BLOCK, 0, 4)
     placement.given = [BLOCK + 4, 2 * BLOCK - 1]
     assert placed_positions(placement, facts) == {BLOCK}
 
 
 class Policy(LruSlotPolicy):
-    """Raises, or chooses what cannot be chosen."""
+    """A policy that raises ``given`` or chooses these invalid slots."""
 
     given = None
 
@@ -140,7 +140,7 @@ def test_a_chunk_that_could_not_be_planned_is_planned_later(placement):
 
 
 def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one(placement):
-    """The slots that the chunk had reserved are given back once."""
+    """The slots that the chunk had reserved are released once."""
     context = make_context(placement=placement)
     placement.given = [BLOCK, 2 * BLOCK]
     generate(context, PROMPT[: BLOCK + 1], 1)

@@ -1,4 +1,4 @@
-"""Each benchmark runs, at a tiny size: what it measures is looked at by people."""
+"""Each benchmark runs at a tiny size; its measured figures are not checked."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from mamba_cache.tiers import lower
 
 @pytest.fixture
 def keep(tmp_path):
-    """The options with which a benchmark writes its result, and a function that reads it."""
+    """Return the options that make a benchmark write its result, and a function that reads it."""
     path = tmp_path / "result.json"
 
     def read():

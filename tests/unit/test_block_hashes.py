@@ -1,4 +1,4 @@
-"""Block hashes: what they tell apart, which tokens they take, and what they refuse."""
+"""Block hashes: which prompts they distinguish, which tokens they accept and refuse."""
 
 import hashlib
 
@@ -78,7 +78,7 @@ def digest_of(hasher, data):
 
 
 def test_a_secret_of_any_length_keys_every_block():
-    """All of a secret that is longer than a key of BLAKE2b counts."""
+    """Every byte of a secret that is longer than a BLAKE2b key changes the digest."""
     secrets = [b"s", b"s\0", bytes(64), bytes(65), bytes(66), bytes(65) + b"\1"]
     hashers = [BlockHasher(secret=secret) for secret in secrets]
     assert len({digest_of(hasher, b"parent and tokens") for hasher in hashers}) == len(secrets)
@@ -93,7 +93,7 @@ def test_ids_are_positive_and_cut_from_the_digests():
     assert list(BlockHashes([high, zero])) == [2**63 - 1, 1]
     assert repr(BlockHashes([zero])) == "BlockHashes([1])"
     assert [BlockHashes([high, zero])[i] for i in (0, 1, -1)] == [2**63 - 1, 1, 1]
-    # Of many, too: 0 alone shares an id with another.
+    # Many digests, too: 0 and 1 are the only ones that share an id.
     many = [number.to_bytes(16, "little") for number in range(20)]
     assert list(BlockHashes(many)) == [1, *range(1, 20)] == [hash_id_of(each) for each in many]
 
@@ -130,7 +130,7 @@ def test_no_two_keys_share_a_block(tokens):
 
 
 def test_a_multimodal_key_cannot_be_spelled_in_tokens():
-    """The same bytes as a longer block's tokens give another digest: the root names the size."""
+    """The same bytes as tokens of a longer block have another digest: the root holds the size."""
     key = encode_keys(0, "image ") + b"\0" * (-len(encode_keys(0, "image ")) % 4)
     hasher = BlockHasher(secret=b"key")
     keyed = compute_block_hashes([1, 2], 2, multimodal_keys=[(0, "image ")], hasher=hasher)
@@ -249,7 +249,7 @@ def test_bad_hashers_and_digests_are_refused():
 @pytest.mark.parametrize("num_blocks", [None, 0, 1, 5, 7])
 @pytest.mark.parametrize("num_appended", [0, 1, 4])
 def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
-    """And goes on from there, with the keys of the blocks that are hashed anew."""
+    """The copy continues from there, with the keys of the blocks that are hashed anew."""
     keys = [(0, "a"), (9, "b"), (11, "c"), (20, b"d"), (29, "e"), (33, "f")]
     chain = BlockHashChain(4, multimodal_keys=keys, cache_salt="salt")
     chain.append(tokens[: 28 + num_appended])

@@ -1,4 +1,4 @@
-"""The folders of a disk cache: whose they are, and what is never touched."""
+"""The folders of a disk cache: ownership, and files that are never touched."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def mode_of(path):
 
 
 def full_tier(path):
-    """A tier that has room for nothing: it would delete whatever it takes for a cache."""
+    """Open a tier without room: it would delete every folder that it takes for a cache."""
     tier = open_tier(path, states=1, blocks=1)
     assert put(tier, 1) is None
     return tier
@@ -135,7 +135,7 @@ def test_a_folder_or_file_that_others_may_change_is_refused(tmp_path, name) -> N
     open_tier(tmp_path).close()
 
 
-def test_what_another_user_owns_is_refused(tmp_path, monkeypatch) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch) -> None:
     open_tier(tmp_path).close()
     monkeypatch.setattr(directories.os, "geteuid", lambda: os.getuid() + 1)
     for use in (open_tier, cache_secret, folders):
@@ -159,7 +159,7 @@ def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "identity.json"])
 def test_files_are_not_opened_through_links(tmp_path, name) -> None:
-    """Nor is what is no file, such as a pipe, opened."""
+    """A pipe or other non-regular file is not opened either."""
     open_tier(tmp_path / "cache").close()
     target = tmp_path / "precious"
     target.write_bytes(b"p" * 10**7)
@@ -226,8 +226,8 @@ def test_processes_that_start_at_once_have_one_secret(tmp_path) -> None:
     assert {secrets.get() for _ in processes} == {cache_secret(path)}
 
 
-def test_who_comes_second_takes_the_secret_of_the_first(tmp_path, monkeypatch) -> None:
-    """Both found none; the file appears at once and whole, so the second reads it."""
+def test_the_second_process_takes_the_secret_of_the_first(tmp_path, monkeypatch) -> None:
+    """Both processes found no secret. The file appears whole, so the second process reads it."""
     link, first = os.link, []
 
     def link_later(*arguments, **names):
@@ -266,7 +266,7 @@ def test_a_secret_that_others_know_or_that_is_no_secret_is_refused(tmp_path) -> 
 
 
 def test_a_path_below_a_file_is_refused_by_the_settings_name(tmp_path) -> None:
-    """It raised FileExistsError, or NotADirectoryError."""
+    """Regression: FileExistsError or NotADirectoryError was raised."""
     (tmp_path / "file").touch()
     for path in ("file", "file/cache", "file/deep/cache"):
         for use in (open_tier, cache_secret):
@@ -274,7 +274,7 @@ def test_a_path_below_a_file_is_refused_by_the_settings_name(tmp_path) -> None:
                 InvalidArgumentError, match=r"^disk_cache_path: .* is .*: give a folder"
             ):
                 use(tmp_path / path)
-    # Of a new folder /proc says that there is no such file.
+    # Creating a folder in /proc fails with ENOENT.
     with pytest.raises(InvalidArgumentError, match=r"^disk_cache_path: /proc/x cannot be made"):
         cache_secret(Path("/proc/x"))
 

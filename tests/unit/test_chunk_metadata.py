@@ -1,4 +1,4 @@
-"""Chunk metadata: the largest numbers, bad input, and the work it is.
+"""Chunk metadata: the largest numbers, bad input, and its cost.
 
 tests/property/test_chunk_metadata.py compares drawn batches with loops over their tokens.
 """
@@ -18,7 +18,7 @@ NONE = np.zeros(1, dtype=np.int64)
 @pytest.mark.parametrize(
     ("starts", "computed", "chunk_size", "cut"),
     [
-        # 3 tokens are behind it: one more ends the chunk, then 4, then the rest.
+        # 3 tokens precede the sequence: one more ends the chunk, then 4, then the rest.
         ([0, 7], [3], 4, ([0, 1, 5, 7], [0, 0, 0], [2])),
         ([0], [], 4, ([0], [], [])),
         ([0, INT32_MAX], [0], INT32_MAX, ([0, INT32_MAX], [0], [0])),
@@ -73,7 +73,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_batch_is_refused(call, arguments, message):
+def test_invalid_batches_are_refused(call, arguments, message):
     with pytest.raises(InvalidArgumentError, match=message):
         call(*arguments)
 

@@ -1,4 +1,4 @@
-"""CacheConfig refuses what would not work, when it is made and by name."""
+"""CacheConfig refuses invalid settings by name when it is constructed."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from mamba_cache.errors import InvalidArgumentError
 
 
 def make(**settings: Any) -> CacheConfig:
-    """A small valid configuration, with some settings changed."""
+    """Return a small valid configuration with some settings changed."""
     small = {"block_size_tokens": 8, "ssm_chunk_size": 4, "num_kv_blocks": 5, "max_slots": 2}
     return CacheConfig(**{**small, **settings})
 
@@ -61,7 +61,7 @@ def test_counts_have_bounds(name: str, least: int) -> None:
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_values_of_other_types_are_refused_by_the_settings_name(name: str) -> None:
-    """What follows from a setting was computed before the setting was checked."""
+    """Regression: values derived from a setting were computed before the setting was checked."""
     others = {"host_cache_gb": 1.0, "disk_cache_path": "folder", "disk_cache_gb": 1.0}
     if name in {"cache_gb", "kv_cache_gb", "mamba_cache_gb"}:
         others |= {"num_kv_blocks": None, "max_slots": None}
@@ -117,7 +117,7 @@ def test_no_slots_need_be_given_without_prefix_caching() -> None:
 
 
 def test_states_are_kept_on_the_chunk_grid() -> None:
-    """Elsewhere a cache chunk of 128 was indexed into states kept per 64 tokens."""
+    """Another system indexed states kept per 64 tokens with a cache chunk of 128."""
     expected = r"block_size_tokens must be a multiple of ssm_chunk_size \(4\), got 10"
     with pytest.raises(InvalidArgumentError, match=expected):
         make(block_size_tokens=10)
@@ -167,10 +167,10 @@ def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
         ({"hash_algorithm": "md5"}, r"one of \['blake2b', 'sha256', 'xxh3_128'\], got 'md5'"),
         ({"hash_secret": "key"}, r"hash_secret must be bytes, at least one of them, .* got str"),
         ({"hash_secret": b""}, r"hash_secret must be bytes, at least one of them, .* got none"),
-        # Else two block boundaries could lie where one step's outcome is unknown.
+        # Otherwise two block boundaries could lie within one uncollected step.
         ({"num_speculative_tokens": 4}, r"at most block_size_tokens / 2 - 1 \(3\), got 4"),
         ({"slot_quantization": "int4"}, "slot_quantization"),
-        # What a file or the environment says as "false" turned it on.
+        # Regression: the string "false" of a file or an environment variable turned it on.
         ({"save_decode_states": "false"}, "save_decode_states must be a bool, got 'false'"),
         ({"enable_prefix_caching": 0}, "enable_prefix_caching must be a bool, got 0"),
         ({"reuse_answers": None}, "reuse_answers must be a bool, got None"),

@@ -1,4 +1,4 @@
-"""Tokens and drafts as arrays in the order of the batch, and what a steady step does not do."""
+"""Tokens and drafts as arrays in the order of the batch; work that a steady step avoids."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_tokens_may_come_in_the_order_of_those_that_sample(form, num_drafts):
     assert context.begin_step().metadata.token_ids[:3].tolist() == [7, 8, 9]
 
 
-def test_counts_say_how_many_tokens_of_its_row_a_request_takes():
+def test_counts_are_the_tokens_that_a_request_takes_of_its_row():
     context = make_mixed(num_speculative_tokens=DRAFTS)
     context.abort_step()
     for name in ("b", "a", "whole"):
@@ -109,7 +109,7 @@ def test_refused_arrays_leave_the_step_in_flight(case):
 
 
 class Broken:
-    """An array whose reading fails for a reason of its own."""
+    """An array that raises an unrelated error when it is read."""
 
     def __array__(self, *_, **__):
         raise OSError("broken")
@@ -133,8 +133,8 @@ def test_accepted_tokens_of_an_array_must_be_the_drafts():
     assert context.finish("a")[-2:] == [1, 3]
 
 
-def test_a_step_says_what_it_was_when_it_is_asked_later():
-    """Its requests are described when they are read, perhaps when they have moved on."""
+def test_a_step_describes_itself_even_after_its_requests_advanced():
+    """A step's requests may be read after they have advanced."""
     contexts = [make_context(make_config(num_speculative_tokens=DRAFTS)) for _ in range(2)]
     described = []
     for asks_at_once, context in zip((True, False), contexts, strict=True):
@@ -188,7 +188,7 @@ def test_a_step_costs_as_many_lines_for_many_requests_as_for_few(monkeypatch, nu
         forbid(monkeypatch, context.slot_allocator, "reserve")
         forbid(monkeypatch, context.kv_block_allocator, "take", "register")
         drafts, given = None, (np.full(count, 2),)
-        if num_drafts:  # of which none, all and some are accepted
+        if num_drafts:  # none, all and some drafts are accepted
             drafts, counts = np.full((count, DRAFTS), 3), np.arange(count) * 3 % (DRAFTS + 2)
             given = np.full((count, DRAFTS + 1), 3), counts
 
@@ -260,7 +260,7 @@ def test_a_step_of_the_same_requests_by_name_is_one_of_the_same_group():
     "empty", [[], (), np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=int)]
 )
 def test_a_step_that_samples_nothing_takes_no_tokens(empty):
-    """Found by search: of an empty array the width was forgotten, and it was refused."""
+    """Found by search: an empty array lost its width and was refused."""
     for counts in (None, []) if np.ndim(empty) < 2 else ([],):
         context = make_context()
         add(context, "a", PROMPT, chunk_tokens=2)

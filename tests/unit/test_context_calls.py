@@ -1,4 +1,4 @@
-"""What the context refuses, and that it is as it was afterwards."""
+"""Calls that the context refuses, without any change."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def request(request_id, prompt=PROMPT, **options):
 
 @pytest.fixture
 def busy():
-    """A context with a request of each status, and its stats."""
+    """Return a context with a request of each status, and its stats."""
     context = make_context(make_config(max_requests=4, max_tokens=60))
     generate(context, PROMPT, 1)
     context.add_request(request("preempted"))
@@ -149,7 +149,7 @@ def test_the_end_of_the_longest_sequence_may_be_named_as_a_checkpoint(busy):
     busy.prepare(request("x", checkpoint_positions=[longest]))
 
 
-def test_a_context_says_how_many_requests_of_each_kind_its_step_has(busy):
+def test_a_context_counts_the_requests_of_each_kind_in_its_step(busy):
     busy.begin_step()
     assert vars(busy.batch_dimensions) == {"prefill_req_count": 1, "decode_req_count": 1}
     busy.abort_step()
@@ -168,7 +168,7 @@ def test_a_context_says_how_many_requests_of_each_kind_its_step_has(busy):
         ({"agreement": 5}, "agreement must be a RankAgreement, got 5"),
     ],
 )
-def test_what_a_context_is_made_of_is_checked(options, words):
+def test_arguments_of_a_context_are_checked(options, words):
     with pytest.raises(errors.InvalidArgumentError, match=words):
         DynamicInferenceContext(make_config(), STATES, KV, **options)
 
@@ -196,7 +196,7 @@ def test_refused_tokens_leave_the_step_in_flight(busy, tokens, words):
 
 
 def test_decoding_requests_keep_their_token_room():
-    """A chunk that was admitted can always be computed beside those that decode."""
+    """An admitted chunk always fits into a step beside the decoding requests."""
     context = make_context(make_config(max_tokens=20, max_requests=3))
     for name in ("a", "b"):
         context.add_request(request(name, [1]))
@@ -229,7 +229,7 @@ def test_exception_while_saving_publishes_nothing(monkeypatch):
 
 
 def test_resuming_ends_at_the_longest_length():
-    """A request as long as may be was resumed past its table, and its row and blocks were lost."""
+    """Regression: a request of maximum length was resumed past its table and leaked its row."""
     for longest in (4 * BLOCK, 4 * BLOCK - 2):
         context = make_context(make_config(max_sequence_length=longest))
         context.add_request(request("x", [1] * longest))
@@ -242,7 +242,7 @@ def test_resuming_ends_at_the_longest_length():
 
 
 def test_prepared_tokens_cannot_be_changed():
-    """The hashes were of other tokens than the model computed, and the next request hit those."""
+    """Regression: the hashes differed from the computed tokens, and the next request hit them."""
     prepared = make_context().prepare(request("x"))
     with pytest.raises(ValueError, match="read-only"):
         prepared.tokens[0] = 5
@@ -313,7 +313,7 @@ BREACHES = {
 
 
 @pytest.mark.parametrize("name", BREACHES)
-def test_invariants_see_what_is_wrong(busy, name):
+def test_invariants_find_each_breach(busy, name):
     breach, message = BREACHES[name]
     busy.check_invariants()
     breach(busy)

@@ -1,4 +1,4 @@
-"""The contracts of the cache, one by one, and faults of other systems that must not return."""
+"""The contracts of the cache, one by one, and faults of other systems that must not occur here."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
 
 def test_nothing_is_findable_before_commit():
-    """vLLM 56525, 57580: a hash published at scheduling let a retry read what nobody wrote."""
+    """vLLM 56525, 57580: a hash published at scheduling let a retry read an unwritten block."""
     context = make_context()
     add(context, "first", PROMPT)
     MODEL.forward(context.begin_step().metadata, context)
@@ -43,7 +43,7 @@ def test_nothing_is_findable_before_commit():
 def test_requests_of_one_step_do_not_read_each_other():
     """vLLM 29387: the second of two requests read a state computed in the same step.
 
-    The blocks of the second request stay private, and so does what it would save under them.
+    The blocks of the second request stay private, and so do its states.
     """
     context = make_context(placement=EveryNthBlock(1))
     for name in ("a", "b"):
@@ -73,10 +73,10 @@ def test_lost_state_is_planned_anew():
     context.slot_allocator.invalidate_block(block)
     step = context.begin_step()
     assert step.requests[0].skip_tokens == 2 * BLOCK
-    assert step.requests[0].num_tokens == 2  # as many as were planned, from further back
+    assert step.requests[0].num_tokens == 2  # as many as planned, from an earlier boundary
     context.check_invariants()
     context.commit_step({})
-    stats = context.stats()  # it counts as what it became
+    stats = context.stats()  # the request counts by its final plan
     assert (stats.hits, stats.misses) == (1, {"no_kv_match": 1})
     assert (stats.state_matched_blocks, stats.skipped_tokens) == (2, 2 * BLOCK)
     context.check_invariants()
@@ -110,7 +110,7 @@ def pinned_slots(context):
     return [slot for slot in np.flatnonzero(pool.pin_counts) if slot not in pool.reserved]
 
 
-def test_admission_failure_gives_everything_back():
+def test_admission_failure_releases_everything():
     """SGLang 16067, 20182: a slot taken at match time leaked when the admission failed."""
     context = make_context(make_config(num_kv_blocks=6))
     generate(context, PROMPT, 1)
@@ -153,7 +153,7 @@ KEYS = [
 
 @pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_tenants_adapters_and_images_share_nothing(algorithm):
-    """Removed to see it fail: each of salt, LoRA id and multimodal keys in ``BlockHasher``."""
+    """Fails if salt, LoRA id or multimodal keys are removed from ``BlockHasher``."""
     secret = b"known to the ranks of one model"
     context = make_context(make_config(hash_algorithm=algorithm, hash_secret=secret))
     hasher = BlockHasher(algorithm, secret)
@@ -167,7 +167,7 @@ def test_tenants_adapters_and_images_share_nothing(algorithm):
 
 
 def test_a_hash_of_few_values_never_serves_another_tenant(monkeypatch):
-    """Tokens collide here, digests and all; what a tenant cannot choose still keeps it apart."""
+    """Digests of tokens collide here; the salt, which no client chooses, separates tenants."""
     monkeypatch.setattr(
         BlockHasher, "__init__", _few_digests(BlockHasher.__init__, num_bytes_read=16)
     )
@@ -192,7 +192,7 @@ class _ShortSighted:
         self.update = lambda data: state.update(data[:num_bytes_read])
 
 
-def test_what_follows_a_removed_block_stays_private_and_its_slots_are_free_again():
+def test_blocks_behind_a_removed_block_stay_private_and_their_slots_are_freed():
     context = make_context(placement=EveryNthBlock(1))
     add(context, "a", PROMPT, chunk_tokens=BLOCK)
     run_step(context)

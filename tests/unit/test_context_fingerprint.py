@@ -11,7 +11,7 @@ from mamba_cache.context import DynamicInferenceContext
 
 @pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy])
 def test_ranks_agree_through_200_random_steps_whatever_they_have_learned(policy, rng):
-    """Each knows its own memory, order of dicts and clock; what decides is counts alone."""
+    """Memory addresses, dict order and clocks differ by rank; decisions depend on counts only."""
     seed = int(rng.integers(2**32))
     streams = []
     for _ in range(2):

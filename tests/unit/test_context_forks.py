@@ -1,4 +1,4 @@
-"""Forks: equal to requests of their own, all of them or none; what is shared is never written."""
+"""Forks: equal to separate requests, all made or none; shared blocks are never written."""
 
 import re
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ UNCACHED = UncachedRuns(24)
 
 
 def parent_of(context, prompt=PROMPT, steps=1, name="parent", **options):
-    """A request that decodes: its prompt is computed, and ``steps`` tokens are sampled."""
+    """Add a request, compute its prompt and sample ``steps`` tokens."""
     context.add_request(Request(request_id=name, prompt_tokens=prompt, **options))
     for _ in range(steps):
         run_step(context)
@@ -58,12 +58,12 @@ def tokens_of(context, name):
 
 
 def step_alone(context, name):
-    """One token of one request in a batch of its own; returns its logits."""
+    """Compute one token of one request in a separate batch; return its logits."""
     return run_step(context, [name])[name][0]
 
 
 def check_continuation(context, names, steps=2 * BLOCK):
-    """Steps of all together; each goes on as a run of its own tokens would without a cache."""
+    """Step all requests together; each must equal a run of its tokens without a cache."""
     starts = {name: (tuple(tokens_of(context, name)), len(context.output(name))) for name in names}
     for index in range(steps):
         for name, (row, _) in run_step(context, names).items():
@@ -110,11 +110,11 @@ def test_two_launches_do_for_any_number_of_forks(num_forks, drafts):
     assert len(launches) == 2
 
 
-def test_a_context_without_keys_and_values_says_what_its_embedder_must_copy():
-    """One launch then, and the embedder's own copy."""
+def test_a_context_without_keys_and_values_lists_copies_for_its_embedder():
+    """The context copies states in one launch; the embedder copies its KV blocks."""
 
     class Memory:
-        """An embedder's caches, of which the context has only the states."""
+        """The caches of an embedder; only the states belong to the context."""
 
         def __init__(self, context):
             self.live_states = context.live_states
@@ -154,7 +154,7 @@ def test_slots_in_int8_round_nothing_of_a_fork():
 
 
 def test_slots_that_the_parent_has_reserved_are_not_doubled():
-    """Positions that the caller wants are wanted of every fork, for its tokens may be others."""
+    """Each fork saves at the caller's checkpoint positions, since its tokens may differ."""
     context = make_context(make_config(save_decode_states=False, max_requests=8))
     parent_of(context, checkpoint_positions=[3 * BLOCK])
     context.fork("parent", ["a", "b"], last_tokens=[1, 2])
@@ -168,7 +168,7 @@ def test_slots_that_the_parent_has_reserved_are_not_doubled():
 
 
 def test_each_keeps_the_newest_state_of_its_own_answer():
-    """And gives up the one before it, be that from before the fork, but never another's."""
+    """It drops its previous state, even one from before the fork, but no other request's."""
     context = make_context()
     parent_of(context, steps=BLOCK)
     assert saved_prefix_lengths(context, tokens_of(context, "parent"))[-1] == 3
@@ -184,7 +184,7 @@ def test_each_keeps_the_newest_state_of_its_own_answer():
         assert saved_prefix_lengths(context, tokens_of(context, name))[-1] == 4 + (name != "b")
 
 
-def test_forks_survive_the_end_of_what_was_cached():
+def test_forks_survive_the_removal_of_cached_blocks():
     context = make_context()
     parent_of(context, steps=2)
     context.fork("parent", ["a"], last_tokens=[4])
@@ -192,7 +192,7 @@ def test_forks_survive_the_end_of_what_was_cached():
     context.kv_block_allocator.deregister_blocks(registered)
     context.slot_allocator.reset()
     check_continuation(context, ["parent", "a"])
-    # What the parent has published once, neither of them publishes again.
+    # Neither request publishes again a block that the parent has published.
     shared = blocks_of(context, "a")[:2]
     assert (context.kv_block_allocator.block_hashes[shared] == -1).all()
 
@@ -200,7 +200,7 @@ def test_forks_survive_the_end_of_what_was_cached():
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("modes", list(permutations([torch.inference_mode, nullcontext])))
 def test_forks_in_and_out_of_inference_mode_lie_where_the_context_does(modes, drafts):
-    """What copies them is made at the first fork, and kept; the default device holds no data."""
+    """The copier is made at the first fork and kept; the default device is "meta" meanwhile."""
     context = make_context(make_config(num_speculative_tokens=drafts))
     parent_of(context)
     for number, mode in enumerate((modes[0], modes[1], modes[0])):
@@ -257,7 +257,7 @@ def test_only_a_request_that_decodes_can_be_forked():
 
 
 def test_forks_leave_the_room_that_scheduled_chunks_have():
-    """They were planned for it: the step's buffers would not hold both."""
+    """The step's buffers have no room for both."""
     context = make_context(make_config(max_tokens=21, max_requests=8))
     parent_of(context)
     add(context, "scheduled", [7] * 18)  # beside it there is room for two tokens more

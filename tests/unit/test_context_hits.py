@@ -1,4 +1,4 @@
-"""What hits, what misses, what is said of it, and which states a step saves."""
+"""Hits and misses, their reported reasons, and the states that a step saves."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ from mamba_cache.reference.no_model import NoModel, count_as_computed
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
 
-def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
+def test_a_match_reports_cached_and_usable_blocks():
     context = make_context()
     generate(context, PROMPT, 1)
     hashes = prepared(context, PROMPT).hashes
@@ -51,7 +51,7 @@ def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
 
 
 def test_a_hit_makes_at_most_200_calls():
-    """From the second request's admission to its end, with one token decoded; without a model."""
+    """Counted from the second request's admission to its end: one decoded token, no model."""
     sizes = {"block_size_tokens": 16, "ssm_chunk_size": 16, "num_kv_blocks": 50, "max_slots": 9}
     config = CacheConfig(max_requests=4, max_tokens=256, max_sequence_length=256, **sizes)
     context = DynamicInferenceContext(config, NoModel().state_spec(torch.float32))
@@ -102,8 +102,8 @@ def test_branch_point_is_saved_for_the_third_request():
     assert skipped == [0, 0, 2 * BLOCK]
 
 
-def test_what_was_decoded_can_be_left_out_altogether():
-    """Also where somebody asked for a state in the answer."""
+def test_answers_can_be_excluded_from_the_cache():
+    """This holds also if the caller asked for a state inside the answer."""
     context = make_context(make_config(reuse_answers=False))
     answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])[0]
     match = context.match(Request(request_id="next", prompt_tokens=[*PROMPT, *answer]))
@@ -114,7 +114,7 @@ def test_what_was_decoded_can_be_left_out_altogether():
 
 
 def test_superseding_spares_a_state_that_is_being_read():
-    """The reader is admitted while the writer is a token before its next boundary."""
+    """The reader is admitted when the writer is one token before its next boundary."""
     context = make_context()
     add(context, "writer", PROMPT)
     answer = []
@@ -145,14 +145,14 @@ def test_superseding_spares_a_state_that_a_hit_has_used():
 
 
 @pytest.mark.parametrize("save_decode_states", [True, False])
-def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
+def test_a_requested_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
     context = make_context(make_config(save_decode_states=save_decode_states))
     answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[4 * BLOCK + 3])[0]
     kept = saved_prefix_lengths(context, PROMPT + answer)
     assert kept == ([3, 4, 6] if save_decode_states else [3, 4])
 
 
-def test_a_wanted_state_of_one_answer_spares_none_of_another():
+def test_a_requested_state_of_one_answer_spares_none_of_another():
     context, other = make_context(), [7, *PROMPT[1:]]
     add(context, "wants", PROMPT, checkpoint_positions=[4 * BLOCK])
     add(context, "other", other)
@@ -178,7 +178,7 @@ def test_shared_blocks_are_not_written_again_in_any_chunk():
     assert (places >= 0).tolist() == [False] * BLOCK + [True] * 2
 
 
-def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
+def test_a_policy_learns_which_states_of_an_answer_are_requested():
     policy = Listening()
     options = {"checkpoint_positions": [5 * BLOCK], "will_continue": True, "source": "a"}
     generate(make_context(slot_policy=policy), PROMPT, 3 * BLOCK, **options)
@@ -188,7 +188,7 @@ def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
     assert told == {n: ("end", n == 5) for n in (3, 4, 5, 6)}
 
 
-def test_a_policy_is_told_whether_prompts_branch_at_a_state():
+def test_a_policy_learns_whether_prompts_branch_at_a_state():
     policy = Listening()
     context = make_context(slot_policy=policy, placement=EveryNthBlock(1))
     generate(context, PROMPT + [1] * (BLOCK - 3), 1)
@@ -212,8 +212,8 @@ def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():
     assert saved_prefix_lengths(context, second) == []
 
 
-def test_short_prompt_says_why_it_missed():
-    """vLLM 40696, 51198: prompts shorter than a block never hit, and nothing said so."""
+def test_short_prompt_reports_its_miss_reason():
+    """vLLM 40696, 51198: prompts shorter than a block never hit, without any report."""
     context = make_context()
     assert generate(context, [1, 2, 3], 1)[2].miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK
     assert context.stats().misses == {"prompt_shorter_than_block": 1}
@@ -231,7 +231,7 @@ def test_empty_step_keeps_the_cache():
 
 @pytest.mark.parametrize("keys", [None, 0, "cat", [(0,)], ((0, None),)])
 def test_multimodal_keys_that_are_none_are_refused(keys):
-    """Not taken for a prompt without pictures, which would match others'."""
+    """Taken for a prompt without images, it would match other prompts."""
     context = make_context()
     with pytest.raises(InvalidArgumentError):
         context.prepare(Request(request_id="a", prompt_tokens=PROMPT, multimodal_keys=keys))
@@ -246,7 +246,7 @@ def test_more_checkpoints_than_the_buffers_hold_are_skipped():
 
 @pytest.mark.parametrize("save_decode_states", [True, False])
 def test_blocks_of_an_answer_are_found_while_it_goes_on(save_decode_states):
-    """Whether or not its states are saved."""
+    """This does not depend on saving the answer's states."""
     context = make_context(make_config(save_decode_states=save_decode_states))
     add(context, "x", PROMPT)
     for number in range(1, 2 * BLOCK):
@@ -256,7 +256,7 @@ def test_blocks_of_an_answer_are_found_while_it_goes_on(save_decode_states):
         assert context.match(probe).kv_matched_blocks == computed // BLOCK
 
 
-def test_disabled_cache_says_so():
+def test_disabled_cache_is_a_miss_reason():
     context = make_context(make_config(enable_prefix_caching=False))
     assert context.stats().free_slots == 0, "slots would hold nothing"
     found = context.match(prepared(context, PROMPT))
@@ -272,7 +272,7 @@ def test_disabled_cache_says_so():
     assert context.stats().cached_blocks == 0
 
 
-def test_positions_of_every_chunk_stay_wanted():
+def test_positions_of_every_chunk_stay_requested():
     context = make_context(placement=LastBlock())
     add(context, "x", [5] * 40, chunk_tokens=2, checkpoint_positions=[8])
     run_step(context)
@@ -324,7 +324,7 @@ def test_two_steps_share_a_checkpoint():
 
 
 def test_requests_that_end_a_block_together_reserve_and_commit_in_one_call(monkeypatch):
-    """Of forks that then say the same one state is kept."""
+    """Forks with equal tokens afterwards keep one state."""
     context, calls = make_context(), []
     slots = context.slot_allocator
     for number, name in enumerate(("x", "y")):
@@ -348,7 +348,7 @@ def test_requests_that_end_a_block_together_reserve_and_commit_in_one_call(monke
 
 @pytest.mark.parametrize("length", [3, BLOCK + 3])
 def test_each_state_of_an_answer_supersedes_the_one_before(length):
-    """Of the shorter prompt the first of them is beside block 0."""
+    """The shorter prompt's first state of the answer lies at block 0."""
     context = make_context()
     answer = generate(context, PROMPT[:length], 3 * BLOCK)[0]
     kept = saved_prefix_lengths(context, PROMPT[:length] + answer)
@@ -356,7 +356,7 @@ def test_each_state_of_an_answer_supersedes_the_one_before(length):
 
 
 def test_a_state_is_not_put_beside_a_block_that_shares_the_hash_id_alone(monkeypatch):
-    """Removed to see it fail: the digest that ``Publisher.publish`` compares."""
+    """Fails if ``Publisher.publish`` does not compare the digest."""
     monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", 1)
     context = make_context(placement=EveryNthBlock(1))
     first, second = ([token, *PROMPT[1 : BLOCK + 1]] for token in (1, 2))

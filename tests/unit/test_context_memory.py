@@ -1,4 +1,4 @@
-"""The memory of a context: how it is sized, what slots and an embedder read, where it lies."""
+"""The memory of a context: sizes, fields that slots and embedders read, devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_context_has_every_field_that_slots_read():
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_metadata_that_slots_read(num_drafts):
-    """Drafts leave the row of a request's state to the device."""
+    """With drafts, only the device can tell the row of a request's state."""
     metadata = make_context(make_config(num_speculative_tokens=num_drafts)).mamba_metadata
     rows = metadata.request_to_mamba_state_idx
     assert rows.dtype == torch.int32
@@ -68,7 +68,7 @@ def test_kv_blocks_follow_the_settings(policy, is_cached):
 
 @pytest.mark.parametrize(("num_tokens", "num_checkpoints"), [(3 * BLOCK, 1), (CHUNK, 0)])
 def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_checkpoints):
-    """The buffers have room for many more; a step without any launches nothing."""
+    """The buffers have room for many more checkpoints; a step without any launches nothing."""
     context = make_context()
     add(context, "a", [1] * num_tokens)
     metadata = context.begin_step().metadata
@@ -89,7 +89,7 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
 
 
 def test_a_window_that_is_called_conv_is_no_mamba_state():
-    """Megatron's fields name the states of Mamba layers alone."""
+    """Megatron's fields hold states of Mamba layers only."""
     kind = LayerKind("", 1, (("conv", (2, 3), torch.float32),))
     context = DynamicInferenceContext(make_config(), StateSpec.of(kind))
     assert [*context.live_states.tensors] == ["conv"]
@@ -130,7 +130,7 @@ def test_budgets_become_blocks_and_slots():
     assert context.kv_block_allocator.pool_size == 10
     assert context.kv_cache.nbytes == 10 * KV.bytes_per_block(BLOCK)
     assert context.slot_allocator.max_slots == context.stats().free_slots == 3
-    assert make(2 * block).kv_block_allocator.pool_size == 2  # the dummy and another
+    assert make(2 * block).kv_block_allocator.pool_size == 2  # the dummy block and one more
     with pytest.raises(errors.BudgetError, match=r"for one KV block .* dummy block"):
         make(1.9 * block)
     with pytest.raises(errors.BudgetError, match="slot"):
@@ -160,7 +160,7 @@ def test_budgets_become_blocks_and_slots():
 def test_memory_that_no_machine_has_is_refused_by_the_names_of_the_settings(
     monkeypatch, settings, named
 ):
-    """numpy or torch raised, some after a minute, and named an array's shape."""
+    """Regression: numpy or torch raised, some after a minute, and named an array's shape."""
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**22))
     with pytest.raises(errors.BudgetError) as raised:
         make_context(make_config(**settings))
@@ -168,8 +168,8 @@ def test_memory_that_no_machine_has_is_refused_by_the_names_of_the_settings(
     assert "GiB are needed, and 16.00 GiB are there" in str(raised.value)
 
 
-def test_of_a_gpu_only_what_is_free_counts(monkeypatch):
-    """What PyTorch keeps of memory given back can be had again."""
+def test_only_free_memory_of_a_gpu_counts(monkeypatch):
+    """Freed memory that PyTorch's allocator caches counts as free."""
     free, reserved, allocated = 3 * 2**30, 2 * 2**30, 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
@@ -182,7 +182,7 @@ def test_of_a_gpu_only_what_is_free_counts(monkeypatch):
 
 
 def test_many_requests_take_memory_when_they_come():
-    """A context of a million requests took 26 s to make: it cleared a GiB that it had just got."""
+    """Regression: a context of a million requests took 26 s to make; it cleared a new GiB."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
@@ -211,7 +211,7 @@ def test_parts_of_a_context_are_refused_likewise(monkeypatch, make):
 
 @pytest.mark.parametrize("kv_spec", [None, KVCacheSpec(0, 1, 4, torch.float64)])
 def test_without_keys_and_values_blocks_are_counted(kv_spec, monkeypatch):
-    """Of an embedder's own, or of a model without attention."""
+    """For an embedder's own KV cache, or a model without attention."""
     with pytest.raises(errors.InvalidArgumentError, match="num_kv_blocks"):
         DynamicInferenceContext(CacheConfig(kv_cache_gb=1.0, max_slots=1), STATES, kv_spec)
     config = CacheConfig(num_kv_blocks=3, enable_prefix_caching=False)
@@ -224,7 +224,7 @@ def test_without_keys_and_values_blocks_are_counted(kv_spec, monkeypatch):
 
 
 def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():
-    """Layers are numbered by kind: two tensors of one kind cannot have other numbers of layers."""
+    """Layers are numbered by kind, so all tensors of one kind have equally many layers."""
     other = StateTensorSpec("other", 1, (2,), torch.float32)
     context = DynamicInferenceContext(make_config(), StateSpec((other,)), KV)
     assert context.bytes_per_slot == 8
@@ -243,7 +243,7 @@ def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():
     ],
 )
 def test_arguments_of_other_kinds_are_named(arguments, message):
-    """Elsewhere specs in the wrong order were an AttributeError."""
+    """In another system, specs in the wrong order raised an AttributeError."""
     with pytest.raises(errors.InvalidArgumentError, match=message):
         DynamicInferenceContext(*arguments)
 

@@ -1,4 +1,4 @@
-"""A context over blocks and slots that are not its alone."""
+"""A context over blocks and slots that it shares."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
 def make_store(blocks=20, slots=10, policy=None):
-    """What an owner makes before there is a context."""
+    """Return the memory that an owner allocates before there is a context."""
     config = make_config(num_kv_blocks=blocks, max_slots=slots, max_pinned_share=0.5)
     return CacheMemory(
         config,
@@ -42,7 +42,7 @@ def embed(store, **changes):
     return DynamicInferenceContext(config, STATES, KV, shared=store)
 
 
-def test_contexts_that_come_and_go_find_what_was_cached_before():
+def test_contexts_that_come_and_go_find_earlier_entries():
     store, answers = make_store(), []
     for _ in range(2):
         context = embed(store)
@@ -72,7 +72,7 @@ def test_a_reset_renews_a_context_whose_memory_has_a_guard_of_its_own(monkeypatc
 
 
 def test_slots_of_blocks_that_requests_refer_to_may_go():
-    """Who made them reads states at once."""
+    """Slots made without a context are read immediately, so no reference protects them."""
     slots = make_store(slots=2).slots
     slots.allocate_slots_batch([3, 4])
     slots.kv_blocks.block_ref_counts[:] = 1
@@ -80,7 +80,7 @@ def test_slots_of_blocks_that_requests_refer_to_may_go():
 
 
 @pytest.mark.parametrize("tells", [True, False, None])
-def test_observers_are_told_what_a_request_says(tells):
+def test_observers_get_the_facts_of_a_request(tells):
     context, told = make_context(), []
     context.listeners.add(told.append, Stored)
     request = {"lora_id": "a", "tells_tokens": tells}
@@ -121,7 +121,7 @@ def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     assert depths[-1] == 4
     assert set(depths) <= {1, 2, 3, 4}
     assert {proposal.is_asked for proposal in policy.proposed} == {not refuses}
-    # The state that decoding saved is known by the id of its block, which the next turn has.
+    # The policy files the state saved while decoding under its block's hash id, as the next turn.
     told = [*PROMPT, *answer]
     request = context.prepare(Request(request_id="next", prompt_tokens=told))
     node = policy._tree._by_hash[request.chain.hashes[3]]

@@ -1,4 +1,4 @@
-"""Steps with drafts: what is refused, and cases that the search over all calls has found."""
+"""Steps with drafts: refused calls, and cases found by the search over all calls."""
 
 import re
 from types import SimpleNamespace
@@ -88,13 +88,13 @@ def test_drafts_with_a_hole_after_the_first_are_refused():
 
 def test_drafts_need_room_within_the_longest_sequence():
     context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
-    prefill(context, "short", prompt=PROMPT[:4])  # it may have just these two drafts
+    prefill(context, "short", prompt=PROMPT[:4])  # the request may have exactly these two drafts
     prefill(context, "a")
     message = r"request 'a' has room for 1 drafts .* \(7\), got 2"
     with pytest.raises(InvalidArgumentError, match=message):
         context.begin_step(drafts={"short": [1, 2], "a": [1, 2]})
     step = compute(context, decode_ids=["a"], drafts=torch.full((4, DRAFTS), 1))
-    assert step.requests[0].num_tokens == 2  # the tensor's drafts are cut
+    assert step.requests[0].num_tokens == 2  # drafts of the tensor are truncated
     context.commit_step(on_device([1, 2]))
     with pytest.raises(SequenceLengthError, match=r"may have 8 tokens.*: collect the last step"):
         context.begin_step()
@@ -143,7 +143,7 @@ def test_tokens_that_are_refused(context, case):
 
 
 class OutOfMemoryTokens:
-    """Tokens whose copy to the host fails for a reason that says nothing about them."""
+    """Tokens whose copy to the host fails for a reason unrelated to the tokens."""
 
     def tolist(self):
         raise MemoryError
@@ -177,7 +177,7 @@ def test_tokens_on_the_device_that_are_refused(context, given):
     with pytest.raises(InvalidArgumentError, match="must be a contiguous tensor of"):
         context.commit_step(given)
     with pytest.raises(InvalidArgumentError, match=re.escape("must be an int in [1, 1], got 0")):
-        context.commit_step({"a": []})  # of a prefill there is one
+        context.commit_step({"a": []})  # a prefill samples one token
     context.commit_step({"a": 1})
 
 
@@ -201,12 +201,12 @@ def test_tokens_on_the_device_need_blocks_of_two_tokens():
 
 
 def test_a_step_computes_tokens_that_the_host_does_not_know():
-    """Beside tokens that it knows, and by request: the order of the batch may change."""
+    """Known tokens are mixed in, and tokens go by request: the order of the batch may change."""
     context = make_context(make_config(save_decode_states=True))
     for name, first in (("a", 1), ("b", 2), ("gone", 3), ("late", 4)):
         prefill(context, name, prompt=[first, *PROMPT], token=first)
     compute(context, decode_ids=["gone", "b", "a"])
-    context.commit_step(DeviceTokens(torch.tensor([[7], [6], [5]])))  # of "gone", "b", "a"
+    context.commit_step(DeviceTokens(torch.tensor([[7], [6], [5]])))  # for "gone", "b", "a"
     context.preempt("gone")
     step = compute(context)
     assert step.request_ids == ("a", "b", "late")
@@ -219,7 +219,7 @@ def test_a_step_computes_tokens_that_the_host_does_not_know():
 
 
 def test_a_request_cannot_stay_where_it_was_without_drafts():
-    """Its one live state has moved: the next step would have added the same token again."""
+    """The only live state has advanced: the next step would have added the same token again."""
     context = make_context()
     prefill(context, "a")
     compute(context)
@@ -256,9 +256,9 @@ def test_a_device_token_that_is_none_loses_nothing(context):
 
 
 def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
-    """Found by search: with the checkpoint of one request gone, that of another was not copied.
+    """Found by search: once one request's checkpoint was gone, another one's was not copied.
 
-    Of the first the step before is uncollected, so that its checkpoint is planned for both steps.
+    The first request's step is uncollected, so its checkpoint is planned for both steps.
     """
     first, second = [1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1]
     prefill(context, "first", prompt=first, token=0)
@@ -278,7 +278,7 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
 
 
 def test_a_state_is_not_saved_again_by_a_step_that_begins_past_it():
-    """Its tokens were not known when the next step was planned, but how many they were."""
+    """When the next step was planned, the number of tokens was known but not the tokens."""
     prompt, saved = [1, 2, 3, 4, 5, 6, 7], []
     for is_ahead in (False, True):
         context = make_context(make_config(save_decode_states=True))
@@ -301,7 +301,7 @@ def test_a_state_is_not_saved_again_by_a_step_that_begins_past_it():
 
 
 def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
-    prefill(context, "gone")  # from the row that "leaves" has next
+    prefill(context, "gone")  # frees the row that "leaves" gets
     context.finish("gone")
     for name, first in (("leaves", 1), ("stays", 2)):
         prefill(context, name, prompt=[first, 3, 3, 3, 3, 3, 3], token=0)
@@ -311,13 +311,13 @@ def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_lef
     context.preempt("leaves")
     before = context.stats().computed_tokens
     assert context.collect_step() == {"stays": [2], "new": [3]}
-    assert context.stats().computed_tokens == before + 1  # those of prompts count at the commit
+    assert context.stats().computed_tokens == before + 1  # tokens of prompts count at the commit
     context.check_invariants()
     assert saved_prefix_lengths(context, [2, 3, 3, 3, 3, 3, 3, 0]) == [1]
     assert context.stats().reserved_slots == 0
 
 
-def test_counts_of_the_device_are_cut_to_what_was_computed(context):
+def test_counts_of_the_device_are_cut_to_the_computed_tokens(context):
     prefill(context, "a", prompt=PROMPT[:5], token=0)
     compute(context)
     sampled = on_device([1])
@@ -337,23 +337,23 @@ def test_requests_that_cross_a_boundary_alike_in_one_step_share_its_state(contex
         context.commit_step(dict.fromkeys("ab", new))
         context.check_invariants()
         answer += new
-    # The newest is there once; the one before was superseded by the request that had saved it.
+    # The newest state is saved once; the request that saved the previous state replaced it.
     assert saved_prefix_lengths(context, [*prompt, *answer]) == [2]
     assert context.stats().cached_slots == 1
     assert context.finish("a") == context.finish("b") == answer
     assert add(context, "next", [*prompt, *answer]).skip_tokens == 2 * BLOCK
 
 
-def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_it(context):
-    """Its slot stayed reserved, by a checkpoint of no step, until the request came there."""
+def test_an_unreached_checkpoint_is_released_beside_a_step_that_cannot_reach_it(context):
+    """Regression: the slot stayed reserved until the request reached the boundary."""
     prefill(context, "a", prompt=PROMPT[:4])
     compute(context, drafts=torch.full((4, DRAFTS), -1))
     context.commit_step(on_device([1]))
-    compute(context)  # by what is known then it may end the block
+    compute(context)  # as far as is known then, this step may end the block
     context.collect_step()
     context.commit_step(on_device([1]))
     assert context.stats().reserved_slots == 1
-    compute(context)  # by now it is known that this one may not
+    compute(context)  # now it is known that this step may not
     context.collect_step()
     assert context.stats().reserved_slots == 0
     context.commit_step(on_device([1]))
@@ -364,9 +364,9 @@ def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_i
 def test_a_checkpoint_that_a_step_did_not_reach_is_left_to_the_step_in_flight(context):
     drafts = torch.full((4, DRAFTS), 2)
     prefill(context, "a")
-    compute(context, drafts=drafts)  # it may end the block
+    compute(context, drafts=drafts)  # the step may end the block
     context.commit_step(on_device([1]))
-    compute(context, drafts=drafts)  # it may as well
+    compute(context, drafts=drafts)  # this step may end it, too
     assert context.collect_step() == {"a": [1]}
     assert context.stats().reserved_slots == 1
     context.commit_step(on_device([2, 2, 3]))
@@ -376,14 +376,14 @@ def test_a_checkpoint_that_a_step_did_not_reach_is_left_to_the_step_in_flight(co
 
 
 def test_live_rows_of_requests_are_not_for_others(context):
-    """Only the device knows which row of the ring holds a request's state."""
+    """Only the device can tell which row of the ring holds a request's state."""
     prefill(context, "a", prompt=list(range(BLOCK)))
     with pytest.raises(InvalidArgumentError, match="have a live state"):
         context.slot_allocator.store_from_live_batch([0], [0])
 
 
 def test_a_device_is_sent_rows_as_wide_as_its_kernel_reads():
-    """As on a GPU: tokens of the host are padded, those of the device are taken as they are."""
+    """As on a GPU: tokens of the host are padded, tokens of the device are used unchanged."""
     config, device, calls = make_config(num_speculative_tokens=DRAFTS), torch.device("meta"), []
     speculation = Speculation(config, device, {})
     speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given))
@@ -418,7 +418,7 @@ def test_drafts_of_a_request_may_come_in_any_form(context, form):
 
 
 def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
-    """On a GPU the kernel reads them as what they are."""
+    """On a GPU the kernel would misread another dtype."""
     prefill(context, "a")
     add(context, "half", PROMPT * 2, chunk_tokens=4)
     compute(context)
@@ -431,8 +431,8 @@ def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])
 
 
-def test_drafts_on_the_device_do_not_matter_where_nobody_decodes():
-    """With sequences shorter than the drafts the longest length of none was asked for."""
+def test_drafts_on_the_device_do_not_matter_without_decodes():
+    """Regression: with sequences shorter than the drafts, the maximum of no lengths was taken."""
     context = make_context(make_config(num_speculative_tokens=2, max_sequence_length=2))
     add(context, "a", PROMPT[:2])
     metadata = context.begin_step(drafts=torch.zeros(4, 2, dtype=torch.int32)).metadata

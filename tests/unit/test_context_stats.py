@@ -26,7 +26,7 @@ def many_switches():
 
 
 def test_regression_reasons_may_come_up_while_another_thread_reads(many_switches):
-    """A dict that grows under an iteration raises; a scrape of metrics met that."""
+    """A dict that grows during an iteration raises; a scrape of metrics ran into this."""
     memory = make_context()._memory
     counters = memory.counters
     running = threading.Event()

@@ -1,4 +1,4 @@
-"""What a step says of its requests, and what it moves for them."""
+"""Steps: descriptions of their requests, and copies of states."""
 
 from functools import partial
 from itertools import combinations
@@ -64,8 +64,8 @@ def test_a_step_describes_all_of_each_request(context):
     assert step.sampling_ids == ("decoding",)
 
 
-def test_a_step_tells_what_embedders_that_compute_its_parts_apart_need():
-    """Its chunks with the slots inside them, the rows that decode, and the metadata's tensors."""
+def test_a_step_has_the_facts_for_embedders_that_compute_its_parts_separately():
+    """A step lists its chunks with their slots, the decoding rows, and the metadata's tensors."""
     context = make_context(make_config(), placement=EveryNthBlock(1))
     add(context, "decoding", OTHER)
     run_step(context)
@@ -99,7 +99,7 @@ def test_tokens_are_skipped_by_the_first_chunk_alone(context):
 
 
 def moved(monkeypatch, context):
-    """The pairs of each restore and of each copy to slots from now on."""
+    """Record the pairs of each restore and each copy to slots from now on."""
     calls = {"_slots_to_live": [], "_live_to_slots": []}
 
     def watch(name):
@@ -118,7 +118,7 @@ def moved(monkeypatch, context):
 
 
 def test_a_step_moves_the_states_that_it_plans_and_no_padding(monkeypatch):
-    """A kernel looks at each entry that it is given, and there is room for one of each request."""
+    """A kernel visits each entry passed to it, and there is room for one entry per request."""
     context = make_context(make_config(max_requests=8), placement=EveryNthBlock(1))
     restored, saved = moved(monkeypatch, context)
     add(context, "saves", PROMPT[: 2 * BLOCK])
@@ -131,7 +131,7 @@ def test_a_step_moves_the_states_that_it_plans_and_no_padding(monkeypatch):
     [(saved_row, slot)] = saved[0]
     assert restored == [
         [(ZERO_SOURCE, saved_row), (ZERO_SOURCE, 1 - saved_row)],
-        [(slot, saved_row)],  # the row that was given back last
+        [(slot, saved_row)],  # the row that was released last
     ]
     assert saved == [[(saved_row, slot)]]
 
@@ -174,7 +174,7 @@ def test_attention_looks_back_as_far_as_the_longest_request(drafts):
 
 
 def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
-    """The block that was matched lost its hash while the step ran, and another took the id."""
+    """The matched block loses its hash during the step, and another block takes the hash id."""
     context = make_context(placement=LastBlock())
     generate(context, PROMPT[: BLOCK + 1], 1)
     context.slot_allocator.reset()
@@ -207,7 +207,7 @@ def test_tokens_are_int32_wherever_they_come_from():
 
 @pytest.mark.parametrize("make", [partial(np.array, dtype=np.int32), np.array, torch.tensor, list])
 def test_an_array_of_tokens_may_be_overwritten_once_its_request_is_added(make):
-    """The engine's buffer takes the next prompt: else that would match the first one's prefix."""
+    """The engine reuses its buffer; without a copy, the next prompt would match the first one."""
     context, given = make_context(), make(PROMPT)
     context.add_request(Request(request_id="a", prompt_tokens=given))
     given[:] = make(PROMPT[::-1])
@@ -221,7 +221,7 @@ def test_an_array_of_tokens_may_be_overwritten_once_its_request_is_added(make):
 
 
 def test_rows_whose_blocks_end_in_different_steps_keep_their_own_tokens():
-    """A prompt of whole blocks leaves the most tokens to be taken over: one more than a block."""
+    """A prompt of whole blocks leaves the most tokens to collect at once: one block + 1."""
     context = make_context()
     prompts = {"a": PROMPT[: 2 * BLOCK], "b": PROMPT[: BLOCK + 3], "c": PROMPT[1 : BLOCK + 1]}
     for name, prompt in prompts.items():

@@ -1,4 +1,4 @@
-"""What a hostile search of context, slots, blocks and states found: the calls that broke them."""
+"""Calls that broke context, slots, blocks or states, found by a hostile search."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ KEYS = [
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
-    """Hashed a second time it had none, and was found by the same text without an image."""
+    """Hashed a second time, the prompt had no keys and matched the same text without an image."""
     context = make_context()
     request = Request(request_id="image", prompt_tokens=PROMPT, multimodal_keys=keys())
     context.match(request)
@@ -50,7 +50,7 @@ def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
 
 @pytest.mark.parametrize("given", [iter, torch.tensor, np.array])
 def test_positions_of_a_later_chunk_may_be_of_any_kind(given):
-    """Of what can be read once nothing was left after the check, and no state was saved."""
+    """A one-shot iterator was empty after the check, and no state was saved."""
     context = make_context()
     add(context, 1, PROMPT, chunk_tokens=4)
     run_step(context)
@@ -60,8 +60,8 @@ def test_positions_of_a_later_chunk_may_be_of_any_kind(given):
     context.check_invariants()
 
 
-def test_nobody_may_have_a_draft():
-    """Of empty lists numpy makes floats, which were refused."""
+def test_no_request_needs_a_draft():
+    """numpy makes float arrays of empty lists, and floats were refused."""
     context = make_context(make_config(num_speculative_tokens=2))
     add(context, 1, PROMPT)
     context.begin_step(drafts=[])
@@ -79,7 +79,7 @@ def test_nobody_may_have_a_draft():
 
 
 class ArrayPolicy(LruSlotPolicy):
-    """Returns what numpy gives it."""
+    """A policy that returns numpy arrays."""
 
     def choose(self, num_slots, slots, blocks, kv_blocks):
         order = np.argsort(np.asarray(kv_blocks.block_timestamps)[blocks], kind="stable")
@@ -87,7 +87,7 @@ class ArrayPolicy(LruSlotPolicy):
 
 
 class AdaptiveArrayPolicy(AdaptiveSlotPolicy):
-    """The same for a policy that knows prompts."""
+    """A policy that knows prompts and returns numpy arrays."""
 
     def admit(self, proposals, num_free, slots):
         accepted, victims = super().admit(proposals, num_free, slots)
@@ -96,7 +96,7 @@ class AdaptiveArrayPolicy(AdaptiveSlotPolicy):
 
 @pytest.mark.parametrize("policy", [ArrayPolicy, AdaptiveArrayPolicy])
 def test_a_policy_may_choose_in_an_array(policy):
-    """Whether it had chosen anything was asked of the array, which has no truth of its own."""
+    """The truth of the array was tested, which numpy refuses."""
     context = make_context(make_config(max_slots=2), slot_policy=policy())
     for first in range(4):
         prompt = [first, *PROMPT]
@@ -106,7 +106,7 @@ def test_a_policy_may_choose_in_an_array(policy):
 
 
 class NoPolicy(LruSlotPolicy):
-    """Forgets to return what it chose."""
+    """A policy that forgets to return its choice."""
 
     def choose(self, num_slots, slots, blocks, kv_blocks):
         super().choose(num_slots, slots, blocks, kv_blocks)
@@ -121,7 +121,7 @@ def test_a_policy_that_chooses_nothing_is_named():
 
 
 def test_slots_are_no_part_of_a_graph_of_autograd():
-    """A state that needs a gradient made one of all slots, which no later write could leave."""
+    """A state with requires_grad made all slots part of a graph, also for later writes."""
     context = make_context()
     slots = context.slot_allocator
     [block] = context.kv_block_allocator.allocate_memory_blocks(1)
@@ -136,7 +136,7 @@ def test_slots_are_no_part_of_a_graph_of_autograd():
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_prefixes_of_any_dtype_are_compared(dtype):
-    """Integers have no epsilon, and a hit that differed could not be reported."""
+    """Integers have no epsilon, so a differing hit could not be reported."""
 
     def prefix(value):
         kv = torch.zeros(1, 2, BLOCK, 1, 2)
@@ -150,14 +150,14 @@ def test_prefixes_of_any_dtype_are_compared(dtype):
 
 
 @pytest.mark.parametrize("positions", [np.array(3), torch.tensor(3), 7])
-def test_what_has_no_items_is_no_collection(positions):
+def test_values_without_items_are_no_collection(positions):
     with pytest.raises(InvalidArgumentError, match="decode_ids must be a collection"):
         make_context().begin_step(positions)
 
 
 @pytest.mark.parametrize("flag", [1, None, "no", np.ones(2)])
 def test_keeping_the_cache_is_a_yes_or_a_no(flag):
-    """``reset(preserve_prefix_cache="no")`` kept it."""
+    """``reset(preserve_prefix_cache="no")`` kept the cache."""
     context = make_context()
     add(context, "x", [1] * BLOCK)
     with pytest.raises(InvalidArgumentError, match="must be a bool"):
@@ -166,7 +166,7 @@ def test_keeping_the_cache_is_a_yes_or_a_no(flag):
 
 
 class Short:
-    """Whatever is asked of it, memory is short."""
+    """Every read raises an out-of-memory error."""
 
     def tolist(self):
         raise torch.OutOfMemoryError
@@ -184,7 +184,7 @@ class Short:
     ],
 )
 def test_shortage_of_memory_is_no_bad_argument(read):
-    """PyTorch's is a RuntimeError, as are its complaints about tensors that cannot be read."""
+    """PyTorch's OutOfMemoryError is a RuntimeError, as are its errors for unreadable tensors."""
     with pytest.raises(torch.OutOfMemoryError):
         read(Short())
 

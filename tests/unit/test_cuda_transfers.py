@@ -1,4 +1,4 @@
-"""What goes where between a GPU and host memory, with a device that is done at once.
+"""Transfers between a GPU and host memory, on a fake device that completes immediately.
 
 Whether streams wait for each other only a GPU shows: tests/gpu/test_tiers_gpu.py.
 """
@@ -20,7 +20,7 @@ KV, STATE = EntryKind.KV, EntryKind.STATE
 
 
 class Done:
-    """A stream and an event on which nothing is ever left to do."""
+    """A stream and an event that are always complete."""
 
     def record(self, stream=None):
         pass
@@ -39,7 +39,7 @@ class Done:
 
 
 def copies_of(*, to_device):
-    """Copies by the processor where the driver would."""
+    """Return a copy by the CPU in place of the driver's."""
 
     def copy(on_host, host_pitch, on_device, device_pitch, num_bytes, num_lines, stream):
         assert num_lines == 1 or device_pitch <= cuda._MAX_PITCH
@@ -51,7 +51,7 @@ def copies_of(*, to_device):
 
 
 def keep_for(tensor, stream):
-    """In place of a GPU's allocator, which is told who else uses memory."""
+    """Stand for the GPU allocator's record of the other streams that use memory."""
     assert tensor.numel()
     assert isinstance(stream, Done)
 
@@ -94,13 +94,13 @@ class Rig:
 
 
 PIECES = pytest.mark.parametrize("piece_bytes", [2**12, 2**16, cuda.PIECE_BYTES])
-"""Of a line each, of some lines of one entry or some entries, and of all that the tail allows."""
+"""Pieces of one line, of some lines or entries, and of the most that the tail allows."""
 
 
 @PIECES
 @pytest.mark.parametrize("most_pitch", [cuda._MAX_PITCH, 1000])
 def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch, piece_bytes):
-    """Of lines that one copy may take, and may not."""
+    """Lines fit the driver's maximum pitch for one copy, or exceed it."""
     monkeypatch.setattr(cuda, "_MAX_PITCH", most_pitch)
     rig = Rig(device, piece_bytes)
     before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
@@ -148,11 +148,11 @@ def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
-    assert rig.transfers.load(states).damaged() == [0, 1], "their checksums are swapped"
+    assert rig.transfers.load(states).damaged() == [0, 1], "the checksums are swapped"
 
 
 def test_no_piece_goes_beyond_its_kind(device):
-    """Of three states, two a piece; of many blocks behind them there is enough for a third."""
+    """Three states, two a piece; the blocks behind them could fill the second piece."""
     rig = Rig(device)
     jobs = [CopyJob(STATE, place, place) for place in range(3)] + 500 * [CopyJob(KV, 0, 0)]
     room = 2 * rig.transfers._entries[STATE].num_bytes
@@ -161,11 +161,11 @@ def test_no_piece_goes_beyond_its_kind(device):
     assert [index for piece in pieces for index in piece.order] == list(range(len(jobs)))
     assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
     just_one = next(cuda._pieces(rig.transfers._by_kind(jobs), room // 2))
-    assert (just_one.order, just_one.lines) == ([0], None), "an entry of just a piece is not cut"
+    assert (just_one.order, just_one.lines) == ([0], None), "an entry of one piece is not cut"
 
 
 class Journal:
-    """A device that writes down what it is given, in order."""
+    """A device that records its commands in order."""
 
     def __init__(self, monkeypatch, rig_of):
         self.entries = []
@@ -208,13 +208,13 @@ class Journal:
 
         def elapsed_time(self, later):
             assert (self.timed, later.timed) == (True, True), "CUDA refuses"
-            assert self.stream is later.stream, "that is no time of one stream"
+            assert self.stream is later.stream, "both events must be of one stream"
             return later.copies - self.copies
 
 
 @pytest.fixture
 def journal(device, monkeypatch):
-    """After a spill, in pieces of 64 KiB."""
+    """Return the journal of a spill in pieces of 64 KiB."""
     made = Journal(monkeypatch, lambda: Rig(device, 2**16))
     made.rig.transfers.spill(made.rig.jobs)
     return made
@@ -230,7 +230,7 @@ def chunks_seen(launches):
 
 
 def test_copies_and_their_events_are_of_the_ways_stream(journal):
-    """Else the launch that measures a piece would not wait for its copies."""
+    """Otherwise the launch that sums a piece would not wait for its copies."""
     for transfer, copying, measuring in (
         (journal.rig.transfers.spill, "sending", "summing"),
         (journal.rig.transfers.load, "receiving", "comparing"),
@@ -244,7 +244,7 @@ def test_copies_and_their_events_are_of_the_ways_stream(journal):
         assert copying in {event.stream.name for event in waits}
 
 
-def test_what_crosses_the_link_is_timed_from_the_first_copy_to_the_last(journal):
+def test_transfers_are_timed_from_the_first_copy_to_the_last(journal):
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
     for transfer in (transfers.spill, transfers.load):
         before = len(journal.of("copy"))
@@ -256,7 +256,7 @@ def test_what_crosses_the_link_is_timed_from_the_first_copy_to_the_last(journal)
 
 
 def test_few_copies_and_launches(journal):
-    """One copy an entry and tensor, of a piece those in it, and one launch a piece."""
+    """At most one copy per entry, tensor and piece, and one launch per piece."""
     pieces = list(cuda._pieces(journal.rig.transfers._by_kind(journal.rig.jobs), 2**16))
     for copy in (journal.rig.transfers.spill, journal.rig.transfers.load):
         journal.entries.clear()
@@ -266,7 +266,7 @@ def test_few_copies_and_launches(journal):
 
 
 def test_each_piece_is_measured_beside_its_own_copies(journal):
-    """Not before: the forward would lose the time of all of them at once."""
+    """Sums of all pieces at once would delay the forward."""
     journal.entries.clear()
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
     transfers.spill(jobs)
@@ -282,7 +282,7 @@ def test_each_piece_is_measured_beside_its_own_copies(journal):
     assert [kinds[index + 1] for index in at] == ["launch"] * len(waits)
     assert len(waits) == len(journal.of("launch"))
     assert len({entry[2] for entry in waits}) == len(waits)
-    # Every checksum of every entry is written once.
+    # Each checksum of each entry is written once.
     state, kv = (transfers._entries[kind].checksums.num_sums for kind in (STATE, KV))
     seen = chunks_seen(journal.of("launch"))
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
@@ -299,7 +299,7 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     [forward] = [entry for entry in journal.of("wait") if entry[1] == "current"]
     assert forward[3] == copies
     assert kinds.index("launch") > journal.entries.index(forward)
-    # The checksums come all at once, when the table that says where they are has come.
+    # All checksums arrive together, after the table of their locations.
     fetches = journal.of("fetch")
     assert [which for *_, which in fetches] == [slice(0, 5), slice(5, 16)]
     at = journal.entries.index(fetches[0])
@@ -315,14 +315,14 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     arrived = [copies for *_, copies in waits]
     assert arrived == sorted(set(arrived))
     assert arrived[-1] == copies
-    # Every checksum of every entry is compared once.
+    # Each checksum of each entry is compared once.
     seen = chunks_seen(launches)
     state, kv = (transfers._entries[kind].checksums.num_sums for kind in (STATE, KV))
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
 
 def test_little_is_compared_behind_the_last_copy(journal):
-    """Pieces become smaller to the end, where a line is shorter than they."""
+    """Pieces become smaller towards the end, if a line is shorter than a piece."""
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
     pieces = list(cuda._pieces(transfers._by_kind(jobs), 2**16))
     sizes = [

@@ -1,6 +1,6 @@
-"""The disk tier: what it stores it finds again, verified, also in the next process.
+"""The disk tier: stored entries are found again and verified, also in the next process.
 
-What it has in common with the store tier stands in test_lower_tier.py.
+Tests common to the disk and store tiers are in test_lower_tier.py.
 """
 
 import errno
@@ -49,7 +49,7 @@ STATE, KV = EntryKind.STATE, EntryKind.KV
 
 @pytest.fixture
 def tier(tmp_path):
-    """Room for four states and four blocks."""
+    """Return a tier with room for four states and four blocks."""
     tier = open_tier(tmp_path)
     yield tier
     tier.check_invariants()
@@ -61,7 +61,7 @@ def has(tier, *numbers, kind=STATE):
 
 
 def fill_other(path, weights="other weights", states=8):
-    """A tier with an entry, of another identity in the same path."""
+    """Return a tier of another identity with an entry in the same path."""
     identity = make_identity(weights)
     other = open_tier(path, identity=identity, states=states)
     assert put(other, 1, identity=identity) is None
@@ -69,13 +69,13 @@ def fill_other(path, weights="other weights", states=8):
 
 
 def files_in(path):
-    """The names of entries' files."""
+    """Return the file names of the entries."""
     return {file.name for file in entry_files(folder_of(path, IDENTITY))}
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The tier's clock stands still, until the test sets ``now``."""
+    """Stop the tier's clock until the test sets ``now``."""
     clock = ManualClock()
     for module in (disks, lower):
         monkeypatch.setattr(module, "time", clock)
@@ -85,7 +85,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("kind", EntryKind)
 @pytest.mark.parametrize("offset", [0, 1, 4095])
 def test_an_entry_is_loaded_as_it_was_put(tier, kind, offset) -> None:
-    """From and into a buffer at a page's begin, and at any other address."""
+    """The buffer begins at a page, or at any other address."""
     facts, answer = facts_of(1, kind), Answer()
     payload = buffer_for(facts, offset=offset)
     payload[:] = payload_of(1, kind)
@@ -150,8 +150,8 @@ def test_the_least_recently_used_goes_and_the_end_of_a_prefix_before_its_beginni
     tier.close()
 
 
-def test_the_next_process_finds_what_was_stored(tmp_path, monkeypatch) -> None:
-    """In the order in which it was used; of one moment, the end of a prefix goes first."""
+def test_the_next_process_finds_stored_entries(tmp_path, monkeypatch) -> None:
+    """The order of use is kept; entries of one moment are evicted from the end of the prefix."""
     monkeypatch.setattr(disks, "time", ManualClock())
     first = open_tier(tmp_path)
     for number in (2, 0, 3, 1):
@@ -175,7 +175,7 @@ def test_the_next_process_finds_what_was_stored(tmp_path, monkeypatch) -> None:
     smaller.close()
 
 
-def test_what_is_no_whole_file_of_an_entry_is_not_recovered(tmp_path) -> None:
+def test_incomplete_files_are_not_recovered(tmp_path) -> None:
     tier = open_tier(tmp_path)
     for number in range(1, 6):
         assert put(tier, number) is None
@@ -206,7 +206,7 @@ def test_what_is_no_whole_file_of_an_entry_is_not_recovered(tmp_path) -> None:
     ],
 )
 def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, at, reason) -> None:
-    """Of all kinds: tests/property/test_tier_faults.py."""
+    """All kinds of damage: tests/property/test_tier_faults.py."""
     assert [put(tier, number) for number in (0, 1)] == [None, None]
     file = file_of(tmp_path, 0)
     if at is None:
@@ -225,8 +225,8 @@ def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, at, reason) -
     assert load(tier, 0) == payload_of(0)
 
 
-def test_what_is_put_in_the_place_of_a_file_is_not_read(tier, tmp_path) -> None:
-    """A link, a folder, a file that others may write."""
+def test_replacements_of_a_file_are_not_read(tier, tmp_path) -> None:
+    """A link, a folder, or a file that other users may write."""
     for number, make in enumerate((lambda file: file.symlink_to(tmp_path), os.mkdir, os.mkfifo)):
         assert put(tier, number) is None
         file = file_of(tmp_path, number)
@@ -238,7 +238,7 @@ def test_what_is_put_in_the_place_of_a_file_is_not_read(tier, tmp_path) -> None:
         tier._failures, tier._paused_until = 0, 0.0
 
 
-def test_its_store_keeps_the_first_bytes_and_says_whether_its_folder_is_there(tier) -> None:
+def test_its_store_keeps_the_first_bytes_and_reports_a_missing_folder(tier) -> None:
     assert put(tier, 1) is None
     key = str(facts_of(1).key)
     assert tier.store.put_many([f"{key}/0", key], [payload_of(2), payload_of(2)]) == [None, None]
@@ -247,14 +247,14 @@ def test_its_store_keeps_the_first_bytes_and_says_whether_its_folder_is_there(ti
     tier.store.folder.rename(tier.store.folder.with_name("elsewhere"))
     assert tier.store.health().fault is StoreFault.MISSING
     tier.store.close()
-    tier.store.close()  # again: nothing
+    tier.store.close()  # a second call does nothing
 
 
-# What the system refuses.
+# Errors of the system.
 
 
 def failing(monkeypatch, name, error):
-    """Have a system call fail."""
+    """Make a system call fail."""
 
     def call(*arguments, **named):
         raise OSError(error, os.strerror(error))
@@ -287,7 +287,7 @@ def test_a_file_that_cannot_be_deleted_is_counted(tier, tmp_path, monkeypatch) -
 
 
 def test_transfers_in_parts_are_put_together(tier, monkeypatch) -> None:
-    """The kernel may move less than was asked for."""
+    """The kernel may move fewer bytes than requested."""
 
     def first_page(call):
         def moved(fd, buffers, offset):
@@ -323,7 +323,7 @@ def test_a_full_disk_is_counted_and_can_still_be_read(tier, monkeypatch, clock, 
 def test_whole_pages_are_read_and_written_past_the_page_cache_where_that_can_be(
     tmp_path, monkeypatch, error
 ) -> None:
-    """A file system that cannot do it says EINVAL; any other error is one."""
+    """EINVAL means that the file system cannot do it; every other error counts."""
     system_open, flags_seen = os.open, []
 
     def look(path, flags, *args, **kwargs):
@@ -351,7 +351,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path, monkeyp
             failing(patch, name, errno.EROFS)
             with pytest.raises(OSError, match="Read-only"):
                 open_tier(tmp_path)
-    open_tier(tmp_path).close()  # nothing was left open
+    open_tier(tmp_path).close()  # the folder was left unlocked
 
 
 # One user at a time.
@@ -392,7 +392,7 @@ def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monke
 
 
 def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> None:
-    """It has the lock's file open as well; nor does it let the folder go when it ends."""
+    """The child has the lock file open, too; its end does not release the folder either."""
     tier = open_tier(tmp_path)
     child = os.fork()
     if not child:
@@ -455,9 +455,9 @@ def test_room_that_others_use_is_not_taken(tmp_path, clock) -> None:
 def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
     tmp_path, monkeypatch, why
 ) -> None:
-    """Of two processes that make room at once, one finds a folder that is gone.
+    """If two processes make room at once, one of them finds a folder gone.
 
-    What cannot be looked at is not counted, and so there is room.
+    A folder that cannot be read is not counted, so there is room.
     """
     others = [fill_other(tmp_path, f"weights {number}", states=2) for number in range(2)]
     for age, other in enumerate(others):
@@ -501,7 +501,7 @@ def test_folders_are_listed_and_removed(tmp_path) -> None:
 # Threads.
 
 
-def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
+def test_closing_cancels_queued_jobs_and_reports_it(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, num_readers=1)
     assert [put(tier, 8, KV), put(tier, 7), put(tier, 6)] == [None] * 3
     writes = Gate(monkeypatch, DiskStore, "_write")
@@ -514,7 +514,7 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     reads.wait_for(1)
     assert tier.put(facts_of(1), payload_of(1), puts[1])
     assert tier.load(facts, buffer_for(facts), loads[1])
-    tier.remove(facts_of(7).key)  # what is wrong is removed all the same
+    tier.remove(facts_of(7).key)  # a wrong entry is removed even so
     closing = threading.Thread(target=tier.close)
     closing.start()
     while tier.is_healthy:
@@ -529,14 +529,14 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     assert [each.get() for each in loads] == [None, Refusal.ABORTED]
     assert tier.stats().dropped == {"aborted": 1, "unhealthy": 1}
     tier.check_invariants()
-    tier.close()  # again: nothing
-    tier.remove(facts_of(6).key)  # it has ended
+    tier.close()  # a second call does nothing
+    tier.remove(facts_of(6).key)  # the tier has ended
     again = open_tier(tmp_path)
     assert has(again, 0, 1, 6, 7) == [True, False, True, False]
     again.close()
 
 
-def test_what_is_wrong_is_removed_before_the_disk_is_closed(tmp_path) -> None:
+def test_wrong_entries_are_removed_before_the_disk_is_closed(tmp_path) -> None:
     tier = open_tier(tmp_path)
     assert put(tier, 1) is None
     tier.remove(facts_of(1).key)
@@ -544,7 +544,7 @@ def test_what_is_wrong_is_removed_before_the_disk_is_closed(tmp_path) -> None:
     assert files_in(tmp_path) == set()
 
 
-def test_what_is_put_after_a_removal_is_written_after_it(tier, monkeypatch) -> None:
+def test_a_put_after_a_removal_is_written_after_it(tier, monkeypatch) -> None:
     assert put(tier, 1) is None
     gate, answer = Gate(monkeypatch, DiskStore, "remove"), Answer()
     tier.remove(facts_of(1).key)
@@ -593,7 +593,7 @@ def test_settings_are_checked(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", EntryKind)
 def test_a_failed_read_keeps_nothing_of_the_callers_buffer(tmp_path, monkeypatch, kind) -> None:
-    """Nor does it wait for the collector of cycles: buffers may be gigabytes."""
+    """Buffers may be gigabytes, so they must not wait for the garbage collector."""
     tier, facts = open_tier(tmp_path, chunk_bytes=PAGE_BYTES), facts_of(0, kind)
     assert put(tier, 0, kind) is None
     failing(monkeypatch, "preadv", errno.EIO)
@@ -608,7 +608,7 @@ def test_a_failed_read_keeps_nothing_of_the_callers_buffer(tmp_path, monkeypatch
         pause = threading.Event()
         for _ in range(6000):  # a reader may not be back at its queue yet
             with suppress(BufferError):
-                memory.close()  # refused while a view of it is left
+                memory.close()  # raises while there is a view of the memory
                 break
             pause.wait(0.01)
         assert memory.closed

@@ -26,7 +26,7 @@ def text_of(page: Path) -> str:
 
 
 def found(pattern: str) -> dict[str, list[Path]]:
-    """What matches on any page, and on which pages."""
+    """Return the matches on all pages, each with its pages."""
     pages: dict[str, list[Path]] = {}
     for page in EVERY_PAGE:
         for match in re.findall(pattern, text_of(page)):
@@ -56,8 +56,8 @@ def test_named_tests_exist() -> None:
     assert missing == {}
 
 
-def test_the_reference_lists_every_package_with_what_it_is() -> None:
-    """Those right below `mamba_cache`; generated pages list what is in them."""
+def test_the_reference_lists_every_package_with_its_summary() -> None:
+    """Packages directly below `mamba_cache`; generated pages list their contents."""
     package = ROOT / "mamba_cache"
     found = {path.parent.name for path in package.glob("*/__init__.py")}
     modules = package.glob("[!_]*.py")
@@ -68,7 +68,7 @@ def test_the_reference_lists_every_package_with_what_it_is() -> None:
     assert set(re.findall(r"^\w+ <api/([\w.]+)>$", page, flags=re.MULTILINE)) == wanted
 
 
-def test_the_page_on_what_tests_share_names_every_module() -> None:
+def test_the_page_on_shared_test_modules_names_each_one() -> None:
     support = ROOT / "tests" / "support"
     tables = re.findall(r"^\| (`[^|]*`) \|", text_of(support / "README.md"), flags=re.MULTILINE)
     listed = sorted(name for cell in tables for name in re.findall(r"`(\w+)`", cell))

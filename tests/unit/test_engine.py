@@ -1,4 +1,4 @@
-"""The engine's calls: events, ends, cancelling, bad input, and what a failure leaves behind."""
+"""The engine's calls: events, ends, cancelling, bad input, and the state after a failure."""
 
 import textwrap
 
@@ -22,7 +22,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnknownRequestError,
 )
-from mamba_cache.reference import (  # noqa: F401 - likewise
+from mamba_cache.reference import (  # noqa: F401 - a fixture
     Engine,
     HybridModel,
     HybridModelConfig,
@@ -30,7 +30,7 @@ from mamba_cache.reference import (  # noqa: F401 - likewise
 )
 
 
-def test_events_tell_tokens_and_the_end(rng):
+def test_events_have_tokens_and_the_end(rng):
     engine = make_engine()
     request_id = engine.submit(draw_prompt(rng, 5), greedy(3))
     events = list(engine.stream())
@@ -42,7 +42,7 @@ def test_events_tell_tokens_and_the_end(rng):
     assert engine.num_requests == 0
 
 
-def test_what_a_stream_that_is_broken_off_has_not_told_the_next_step_tells(rng):
+def test_the_next_step_returns_the_events_missed_by_an_interrupted_stream(rng):
     engine = make_engine()
     for name in "ab":
         engine.submit(draw_prompt(rng, 5), greedy(1), request_id=name)
@@ -88,7 +88,7 @@ def test_bad_calls_are_refused_and_change_nothing(rng, name):
 def test_the_vocabulary_is_the_models_if_none_is_given():
     engine = make_engine(vocab_size=None)
     engine.submit([255], greedy(1), request_id="good")
-    # Past the model's embeddings it would fail the whole step, for ever.
+    # A token past the model's embeddings would make every later step fail.
     with pytest.raises(InvalidArgumentError, match="256"):
         engine.submit([256])
     assert list(run_checked(engine)) == ["good"]
@@ -118,7 +118,7 @@ def test_the_engines_own_example_runs(rng, capsys):
 
 
 class LogitsOf:
-    """A model whose logits are another's, with those of one step replaced."""
+    """A model that replaces the logits of one step."""
 
     def __init__(self, value):
         self.config, self.dtype, self.device = MODEL.config, MODEL.dtype, MODEL.device
@@ -151,7 +151,7 @@ def test_logits_that_cannot_be_sampled_take_the_step_back(rng, value):
     ],
 )
 def test_an_engine_needs_a_model_and_settings(given, said):
-    """They raised AttributeError."""
+    """Regression: AttributeError was raised."""
     with pytest.raises(InvalidArgumentError, match=said):
         Engine(*given)
     with pytest.raises(InvalidArgumentError, match=r"max_wait_steps.*-1"):
@@ -164,7 +164,7 @@ def test_an_engine_needs_a_model_and_settings(given, said):
 
 
 def test_a_request_that_fits_alone_does_not_fail(rng):
-    """Found by search: it had a copy of a cached block of its own, and its next block was a child
+    """Found by search: the request had its own copy of a cached block. Its next block was a child
     of the other copy, which could not be evicted therefore."""
     engine = make_engine(num_kv_blocks=3, max_wait_steps=0)
     prompt = draw_prompt(rng, BLOCK)

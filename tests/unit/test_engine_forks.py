@@ -1,4 +1,4 @@
-"""Several answers to one prompt: those of requests of their own, forked or not."""
+"""Several answers to one prompt equal those of separate requests."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ SAMPLING = SamplingParams(max_new_tokens=11, temperature=1.5, top_k=40, seed=3)
 
 
 def check_answers(done, prompt, n, sampling=SAMPLING):
-    """Each is what a request of its seed says alone."""
+    """Each answer equals that of a separate request with its seed."""
     for index in range(n):
         name = ("x", index) if index else "x"
         wanted = alone(prompt, replace(sampling, seed=sampling.seed + index))
@@ -36,7 +36,7 @@ def test_the_prompt_is_computed_once(rng, length, drafts):
         assert completion.ttft_seconds > 0
 
 
-def test_the_first_tokens_are_told_together(rng):
+def test_the_first_tokens_are_returned_together(rng):
     engine = make_engine()
     engine.submit(draw_prompt(rng, 9), SAMPLING, n=3, request_id="x")
     events = engine.step()
@@ -45,7 +45,7 @@ def test_the_first_tokens_are_told_together(rng):
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_the_first_answer_may_end_at_its_first_token(rng, max_new_tokens):
-    """It is forked before it is forgotten."""
+    """The request is forked before it is removed."""
     engine, prompt = make_engine(), draw_prompt(rng, 9)
     sampling = replace(SAMPLING, max_new_tokens=max_new_tokens)
     engine.submit(prompt, sampling, n=3, request_id="x")

@@ -1,4 +1,4 @@
-"""How tokens are picked: the parameters' checks, and draws that depend on nothing else."""
+"""Sampling of tokens: checks of parameters, and draws that depend on seed and number only."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def test_a_token_of_probability_0_is_never_drawn(logits, monkeypatch, uniform):
 def test_draws_depend_on_seed_and_number_alone(logits):
     first = draws(logits, 40, temperature=2.0, seed=1)
     assert first == draws(logits, 40, temperature=2.0, seed=1)
-    assert first == draws(logits, 40, temperature=2.0, seed=1, top_k=99)  # more than there are
+    assert first == draws(logits, 40, temperature=2.0, seed=1, top_k=99)  # above the vocabulary
     assert first != draws(logits, 40, temperature=2.0, seed=2)
     assert len(set(first)) > 5
 

@@ -1,4 +1,4 @@
-"""MACs of entries: what a process without the secret writes is refused and counted."""
+"""MACs of entries: an entry written without the secret is refused and counted."""
 
 import builtins
 import sys
@@ -41,7 +41,7 @@ OTHER_SECRET = b"of somebody else"
 
 
 def forged_headers(facts):
-    """The header of a forged payload: as it was, with a checksum, and with an attacker's MAC."""
+    """Headers of a forged payload: unchanged, with a checksum, and with an attacker's MAC."""
     macs = EntryMacs(OTHER_SECRET)
     mac = macs.payload_mac(IDENTITY.digest)
     own = EntryHeader(mac.tag_of([mac.part(0, FORGED)]), nonce=mac.nonce)
@@ -75,7 +75,7 @@ def test_an_entry_on_disk_that_is_rewritten_without_the_secret_is_refused(
 def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(
     how, monkeypatch
 ) -> None:
-    """All of it: the chunks, and a header that fits them."""
+    """The chunks and a matching header are rewritten."""
     bench = Bench(monkeypatch, secret=OTHER_SECRET if how == "with another secret" else SECRET)
     bench.put(1)
     facts = facts_of(1)
@@ -106,8 +106,8 @@ def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
     macs = [mac.part(number, part) for number, part in enumerate(parts)]
     tag = mac.tag_of(macs)
     assert replace(mac, tag=tag).vouches_for(macs)
-    assert mac.part(1, parts[0]) != macs[0]  # bound to its place
-    assert other.part(0, parts[0]) != macs[0]  # and to its entry
+    assert mac.part(1, parts[0]) != macs[0]  # a MAC depends on the part's place
+    assert other.part(0, parts[0]) != macs[0]  # and on the entry
     for wrong in ([macs[1], macs[0], *macs[2:]], macs[:-1], [*macs, macs[0]], macs[:1] * 3):
         assert not replace(mac, tag=tag).vouches_for(wrong)
     for byte in (0, size - 1, size, 3 * size, len(payload) - 1):
@@ -119,7 +119,7 @@ def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
 
 @pytest.mark.parametrize("refused", [{0}, {0, 1}])
 def test_entries_on_disk_whose_parts_were_exchanged_are_refused(tmp_path, refused) -> None:
-    """Of one entry, and of two entries, with the headers that belong to them."""
+    """Parts of one entry, or of two entries with their headers."""
     tier = open_tier(tmp_path, chunk_bytes=PAGE_BYTES)
     assert [put(tier, number) for number in range(2)] == [None, None]
     one, other = file_of(tmp_path, 0), file_of(tmp_path, 0 if refused == {0} else 1)
@@ -180,7 +180,7 @@ def test_keys_are_of_the_secret_and_the_identity_and_are_neither() -> None:
     assert not header_keys & {SECRET, OTHER_SECRET, IDENTITY.digest, other}
     again = EntryMacs(SECRET).payload_mac(IDENTITY.digest, nonce)
     assert again.part(0, b"x") == macs[0][0].payload_mac(IDENTITY.digest, nonce).part(0, b"x")
-    # Of many identities some are forgotten, and made again.
+    # Keys of old identities are dropped and derived again.
     identities = [number.to_bytes(32, "little") for number in range(40)]
     first = [macs[0][0].header_key(identity) for identity in identities]
     assert len(set(first)) == 40
@@ -188,7 +188,7 @@ def test_keys_are_of_the_secret_and_the_identity_and_are_neither() -> None:
 
 
 def test_the_macs_are_aes_gmac_under_hkdf() -> None:
-    """By an implementation of its own, so that what lies on disks does not change unnoticed."""
+    """An independent implementation: a change of the disk format would be noticed."""
     identity, nonce = IDENTITY.digest, b"n" * 16
     keys = HKDF(hashes.SHA256(), 64, identity, b"mamba_cache entries 3").derive(SECRET)
     key = HKDFExpand(hashes.SHA256(), 32, b"mamba_cache payload " + nonce).derive(keys[32:])
@@ -205,7 +205,7 @@ def test_the_macs_are_aes_gmac_under_hkdf() -> None:
     assert mac.tag_of([b"a" * 16, b"b" * 16]) == gmac(b"\xff" * 12, b"a" * 16 + b"b" * 16)
 
 
-def test_without_cryptography_disk_and_store_say_what_to_install(tmp_path, monkeypatch) -> None:
+def test_without_cryptography_disk_and_store_name_the_extra(tmp_path, monkeypatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
         monkeypatch.delitem(sys.modules, name)
     load_module = builtins.__import__

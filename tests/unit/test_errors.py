@@ -1,4 +1,4 @@
-"""The exception tree: what callers catch, and what messages tell them."""
+"""The exception tree: base classes that callers catch, and messages."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def test_one_root() -> None:
     assert [error for error in ALL if not issubclass(error, errors.MambaCacheError)] == []
 
 
-def test_callers_who_know_only_built_ins_catch_them() -> None:
+def test_errors_are_subclasses_of_built_in_ones() -> None:
     uncaught = [
         (leaf, built_in)
         for error, built_in in BUILT_IN.items()
@@ -49,7 +49,7 @@ def test_every_leaf_has_a_built_in() -> None:
 
 
 @pytest.mark.parametrize("error", CAPACITY)
-def test_capacity_errors_say_what_is_short_in_every_process(
+def test_capacity_errors_keep_their_numbers_in_every_process(
     error: type[errors.CapacityError],
 ) -> None:
     """Engines send a worker's exceptions to the process that serves the request."""
@@ -67,6 +67,6 @@ def test_the_hint_works_in_a_checkout():
 
 
 def test_the_hint_works_beside_an_installed_wheel(monkeypatch, tmp_path):
-    """pip finds the package itself where it is installed, and asks the index for the rest."""
+    """pip finds the installed package, and asks the index for the missing extra."""
     monkeypatch.setattr(_extras, "__file__", str(tmp_path / "mamba_cache" / "_extras.py"))
     assert install_hint("metrics") == "pip install 'mamba-cache[metrics]'"

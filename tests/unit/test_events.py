@@ -1,4 +1,4 @@
-"""The events that listeners get: blocks and states stored and removed, requests admitted."""
+"""Events for listeners: blocks and states stored and removed, requests admitted."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ def pool():
 
 
 def first_listener(pool, listener):
-    """Add a listener that is called before those that are there."""
+    """Add a listener that is called before all others."""
     for listeners in pool.listeners._listeners.values():
         listeners.insert(0, listener)
 
 
-def told(pool):
-    """What was announced since the last look."""
+def new_events(pool):
+    """Return the events since the last call."""
     heard, pool.heard[:] = list(pool.heard), []
     return heard
 
@@ -38,12 +38,12 @@ def test_tokens_are_those_of_the_moment_and_of_each_block(pool):
     blocks, tokens = pool.allocate_memory_blocks(2), np.arange(6, dtype=np.int32)
     pool.register_kv_block_hashes(blocks, prefix(1, 2), tokens=tokens)
     tokens[:] = 0
-    [event] = told(pool)
+    [event] = new_events(pool)
     assert (event.tokens.tolist(), event.block_size_tokens) == ([0, 1, 2, 3, 4, 5], 3)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [], [0.5, 1], [-1, 2], "ab"])
-def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool, tokens):
+def test_tokens_that_do_not_fit_are_refused_with_and_without_listeners(pool, tokens):
     for it in (pool, KVBlockAllocator(9)):
         blocks = it.allocate_memory_blocks(2)
         with pytest.raises(InvalidArgumentError, match="token"):
@@ -52,12 +52,12 @@ def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool
         assert it.register_kv_block_hashes([], prefix(), tokens=[]) == []
 
 
-def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
+def test_a_reset_reports_a_removal_of_all_even_if_empty(pool):
     cached = cache(pool, 1)
-    told(pool)
+    new_events(pool)
     pool.reset()
     pool.reset()
-    assert told(pool) == [
+    assert new_events(pool) == [
         Removed("block", (*cached,), prefix(1).digests, is_reset=True),
         Removed("block", (), (), is_reset=True),
     ]
@@ -70,7 +70,7 @@ def fails(event):
 def test_a_listener_that_raises_stops_no_other_and_costs_no_block(pool):
     cached = cache(pool, 1, 2)
     first_listener(pool, fails)
-    told(pool)
+    new_events(pool)
     with pytest.raises(OSError, match="own fault"):
         pool.deregister_blocks(cached)
     assert pool.num_free_blocks == 8
@@ -78,7 +78,7 @@ def test_a_listener_that_raises_stops_no_other_and_costs_no_block(pool):
     with pytest.raises(OSError, match="own fault"):
         pool.register_kv_block_hashes([block], prefix(5))
     assert pool.match_prefix(prefix(5)) == [block]
-    assert [type(event).__name__ for event in told(pool)] == [
+    assert [type(event).__name__ for event in new_events(pool)] == [
         "Removed", "Stored"
     ]  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_slots_and_blocks_have_one_list_and_states_go_before_their_blocks():
 
 @pytest.fixture
 def slots():
-    """Blocks of the prefixes 1 to 4 have slots 3 to 0, over as many free blocks."""
+    """Return slots: blocks of the prefixes 1 to 4 have slots 3 to 0; four blocks are free."""
     blocks = KVBlockAllocator(9)
     slots = SlotPool(4, blocks)
     slots.cached = [cache(blocks, token)[0] for token in range(1, 5)]
@@ -166,38 +166,38 @@ def test_a_listener_that_raises_costs_no_slot(slots):
         slots.commit_reserved([slot], [slots.cached[0]])
     assert slots.get_slot(slots.cached[0]) == slot
     slots.kv_blocks.deregister_blocks([])
-    assert [type(event) for event in told(slots)] == [Removed, Stored]
+    assert [type(event) for event in new_events(slots)] == [Removed, Stored]
 
 
 def test_states_of_one_call_are_one_event(slots):
     given = [slots.get_slot(block) for block in slots.cached]
     digests = tuple(prefix(token).digests[0] for token in range(1, 5))
     slots._invalidate_blocks_batch(slots.cached)
-    assert told(slots) == [Removed("state", (*slots.cached,), digests, slots=(*given,))]
+    assert new_events(slots) == [Removed("state", (*slots.cached,), digests, slots=(*given,))]
     save(slots, 6)  # not registered
     slots.invalidate_block(6)
     [slot] = save(slots, slots.cached[0])
-    told(slots)
+    new_events(slots)
     slots.reset()
     first = (slots.cached[0],), digests[:1]
-    assert told(slots) == [Removed("state", *first, slots=(slot,), is_reset=True)]
+    assert new_events(slots) == [Removed("state", *first, slots=(slot,), is_reset=True)]
 
 
 def test_states_of_blocks_that_are_not_registered_are_not_announced(pool):
     slots = SlotPool(4, pool)
     [cached], [held] = cache(pool, 1), pool.allocate_memory_blocks(1)
-    told(pool)
+    new_events(pool)
     slots.commit_reserved(slots.reserve_slots([held, cached]), [held, cached])
     slots.invalidate_block(held)
     slots.invalidate_block(cached)
-    assert [(type(event), event.block_ids) for event in told(pool)] == [
+    assert [(type(event), event.block_ids) for event in new_events(pool)] == [
         (Stored, (cached,)),
         (Removed, (cached,)),
     ]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_slots_whose_caller_never_learns_them_are_taken_back(error):
+def test_slots_that_never_reach_the_caller_are_taken_back(error):
     blocks = KVBlockAllocator(9)
     allocator = make_allocator(context=make_context(kv_block_allocator=blocks))
     [cached] = cache(blocks, 1)
@@ -218,8 +218,8 @@ def test_slots_whose_caller_never_learns_them_are_taken_back(error):
     allocator.check_invariants()
 
 
-def test_slots_tell_the_listeners_that_their_blocks_have_now(pool):
-    """A prefix cache gives its blocks its own list after the slots are made."""
+def test_slots_notify_the_current_listeners_of_their_blocks(pool):
+    """A prefix cache replaces the listeners of its blocks after the slots are made."""
     slots = SlotPool(2, pool)
     pool.listeners = Listeners()
     heard = []
@@ -227,4 +227,4 @@ def test_slots_tell_the_listeners_that_their_blocks_have_now(pool):
     [block] = cache(pool, 1)
     save(slots, block)
     assert [event.kind for event in heard] == ["block", "state"]
-    assert told(pool) == []
+    assert new_events(pool) == []

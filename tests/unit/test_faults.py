@@ -1,6 +1,6 @@
-"""Single faults by name, and commits that break off.
+"""Single faults by name, and interrupted commits.
 
-tests/property/test_faults.py strikes everywhere.
+tests/property/test_faults.py injects faults everywhere.
 """
 
 import pytest
@@ -29,7 +29,7 @@ ENDING = PROMPT[: 2 * BLOCK - 1]
 
 
 def fail_on(call, error=OSError):
-    """A function that raises on its ``call``-th call, and calls the original before."""
+    """Return a function that raises on call number ``call`` and forwards earlier calls."""
 
     def wrap(function):
         calls = 0
@@ -52,7 +52,7 @@ def patch(monkeypatch, owner, name, wrap):
 
 @pytest.fixture
 def context():
-    """Two requests for the next step: a later chunk of one prompt, and a new one."""
+    """Return a context whose next step has a later chunk of one prompt and a new prompt."""
     context = make_context()
     add(context, "later", PROMPT, chunk_tokens=BLOCK)
     run_step(context)
@@ -75,8 +75,8 @@ def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
-    """A commit that broke off while it saved, and was called again, moved the states on twice."""
+def test_the_device_gets_a_steps_tokens_once(monkeypatch, on_device):
+    """Regression: a commit repeated after a failed save advanced the states twice."""
     context = make_context(make_config(num_speculative_tokens=2))
     add(context, "x", ENDING)
     run_step(context)
@@ -106,7 +106,7 @@ class Broken:
         raise OSError("broken")
 
 
-def test_what_a_caller_gives_may_raise_itself(context):
+def test_arguments_may_raise(context):
     with refused(context, OSError, "broken"):
         add(context, "x", PROMPT, checkpoint_positions=Broken())
     with refused(context, OSError, "broken"):
@@ -127,7 +127,7 @@ def test_without_memory_nothing_is_made():
 
 @pytest.mark.parametrize("num_ids", [1, 3, 7])
 def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatch, rng, num_ids):
-    """Ids tell hardly anything apart here: prefixes are found by their digests."""
+    """Hash ids hardly distinguish prefixes here: prefixes are found by their digests."""
     monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", num_ids)
     context = make_context(make_config(num_kv_blocks=9), placement=EveryNthBlock(1))
     for _ in range(12):
@@ -142,7 +142,7 @@ def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatc
 
 
 def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(monkeypatch):
-    """Freeing the slots broke off; the block's next tokens would have had the state of these."""
+    """Freeing the slots failed, so the block's next tokens would get the state of the old ones."""
     context = make_context(make_config(num_kv_blocks=6))
     generate(context, OTHER, 1)
 

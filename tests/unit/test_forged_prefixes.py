@@ -53,7 +53,7 @@ def answer(context, prompt):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What the model says after the public prompt."""
+    """Return the model's answer to the public prompt."""
     with_no_cache = open_context(enable_prefix_caching=False)
     return answer(with_no_cache, PUBLIC + TAIL)[0]
 
@@ -65,7 +65,7 @@ def digests(tokens, algorithm, secret):
 
 @pytest.mark.parametrize("secret", [b"one", b"another"])
 def test_the_pair_collides_under_xxh3_alone(secret):
-    """Also behind other blocks: whatever the parent is."""
+    """The pair collides behind every parent block."""
     start = list(range(BLOCK))
     assert FORGED != PUBLIC
     for before in ([], start):
@@ -93,14 +93,14 @@ def test_a_forged_block_is_a_miss_on_a_disk(tmp_path, expected):
 
 
 def test_a_forged_block_is_a_miss_in_a_store(monkeypatch, expected):
-    for module in (lower, prefetch):  # loads are waited for as long as they take
+    for module in (lower, prefetch):  # loads never time out
         monkeypatch.setattr(module, "time", ManualClock())
     settings = {"store": MemoryStore(), "write_on_use": 1}
     _check_a_tier(settings, expected)
 
 
 def _check_a_tier(settings, expected):
-    """One context writes the forged block, and another one reads what the first has written."""
+    """Let one context write the forged block and another context read the tier."""
     context = open_context(**settings)
     answer(context, FORGED + TAIL)
     context.wait_for_tiers()
@@ -114,7 +114,7 @@ def _check_a_tier(settings, expected):
     context.close()
 
 
-# Where the secret of a disk or a store comes from.
+# Sources of a disk's or store's secret.
 
 
 def on_disk(path, **changes):

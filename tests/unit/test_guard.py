@@ -38,7 +38,7 @@ FOREIGN = [OSError, MemoryError, KeyboardInterrupt]
 
 
 class Thing:
-    """Something with a guard."""
+    """An object with a guard."""
 
     def __init__(self, **hooks):
         self.num_healed = self.num_taken_back = 0
@@ -89,7 +89,7 @@ def raise_(error, during=None):
         try:
             raise during
         except type(during):
-            raise error  # noqa: B904 - the rollback's own error
+            raise error  # noqa: B904 - an error of the rollback
     raise error
 
 
@@ -142,7 +142,7 @@ def test_one_that_strikes_while_a_foreign_exception_is_handled_is_not():
 
 
 def test_a_nested_call_is_a_change_of_its_own():
-    """What follows it in the same call, such as a model's forward, is outside of it again."""
+    """Code after the nested call, such as a model's forward, is outside of the change again."""
     thing = Thing()
 
     def compute():
@@ -169,7 +169,7 @@ def test_a_reset_that_breaks_off_heals_nothing(error):
     assert thing.do(lambda: 5) == 5
 
 
-def test_what_a_call_held_is_taken_back_and_its_own_error_is_raised():
+def test_the_holds_of_a_call_are_released_and_its_own_error_is_raised():
     thing = Thing(take_back="take_back")
     with pytest.raises(KeyboardInterrupt):
         thing.do(lambda: raise_(KeyboardInterrupt()), is_changing=False)
@@ -214,11 +214,11 @@ def test_a_call_of_another_thread_is_refused_or_waits():
     assert not thing._guard.is_busy
 
 
-# The objects that have a guard.
+# Objects with a guard.
 
 
 def change(slots):
-    """Take every way through blocks and slots."""
+    """Call every mutating method of blocks and slots."""
     blocks = slots.kv_blocks
     cached = cache(blocks, 5, 6)
     save(slots, *cached)
@@ -272,18 +272,18 @@ def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
 
 
-# What runs outside of changes: it takes a request or a step back, and the cache stays.
+# Code outside of changes: its exception takes a request or a step back and keeps the cache.
 
 
 def warm():
-    """A context with a cached prompt."""
+    """Return a context with a cached prompt."""
     context = make_context()
     generate(context, PROMPT, 1)
     return context
 
 
 def check_kept(context):
-    """The cached prompt is found again, and nothing is held."""
+    """Assert that the cached prompt is found again and nothing is held."""
     hit = generate(context, PROMPT, 2, request_id="hit")
     assert hit[2].skip_tokens == 3 * BLOCK
     assert_same_run(hit, PROMPT)
@@ -294,7 +294,7 @@ def check_kept(context):
 @pytest.mark.parametrize("error", FOREIGN)
 @pytest.mark.parametrize("kind", [Admitted, Stored])
 def test_a_listener_that_raises_keeps_the_cache(kind, error):
-    """At an admission the request is taken back; at a commit the step is done."""
+    """An exception at an admission takes the request back; at a commit, the step is complete."""
     context = warm()
 
     def broken(event):
@@ -323,7 +323,7 @@ def test_a_listener_that_raises_keeps_the_cache(kind, error):
 
 
 def test_listeners_are_called_once_a_reset_of_all_parts_is_over():
-    """The slots are reset before the KV blocks, each with an ending of its own."""
+    """The slots are reset before the KV blocks, each in a separate change."""
     context, seen = warm(), []
     blocks = context.kv_block_allocator
     context.listeners.add(lambda event: seen.append(int((blocks.block_hashes >= 0).sum())), Removed)
@@ -357,7 +357,7 @@ CALLS = {
 
 
 def test_no_call_of_a_context_comes_in_between():
-    """Not from a callback; but statistics and preparation are for any thread at any time."""
+    """Callbacks cannot call in; statistics and preparation work in any thread at any time."""
 
     class Meddling:
         def positions(self, facts):
@@ -371,7 +371,7 @@ def test_no_call_of_a_context_comes_in_between():
     context = make_context(placement=Meddling())
     add(context, "x", PROMPT)
     tokens = []
-    for _ in range(3):  # between calls it may move to another thread
+    for _ in range(3):  # calls may come from different threads in turn
         thread = threading.Thread(target=lambda: tokens.append(run_step(context)["x"][1]))
         thread.start()
         thread.join()
@@ -385,7 +385,7 @@ def test_a_callback_that_calls_in_has_its_request_taken_back():
             context.finish("x")
 
     context = make_context(placement=Meddling())
-    for _ in range(2):  # and the context is not poisoned by it
+    for _ in range(2):  # the first refusal does not poison the context
         with pytest.raises(ConcurrentUseError, match="from within it while add_request"):
             add(context, "x", PROMPT)
     context.check_invariants()
@@ -394,7 +394,7 @@ def test_a_callback_that_calls_in_has_its_request_taken_back():
 
 @pytest.mark.parametrize("error", FOREIGN)
 def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
-    """After its model, too: tests/property/test_engine_machine.py."""
+    """Failures of the model: tests/property/test_engine_machine.py."""
     engine = make_engine()
     prompts = [PROMPT, OTHER]
     wanted = [one.tokens for one in engine.generate(prompts, SamplingParams(max_new_tokens=3))]
@@ -453,7 +453,7 @@ def test_an_interrupt_where_the_exit_of_an_ending_begins_leaves_no_events_held()
 
 
 def test_an_interrupt_between_two_lines_leaves_nothing_locked():
-    """A signal comes at any moment, also while a call begins and ends."""
+    """A signal may come at any moment, also while a call begins and ends."""
 
     def strike_now(*_):
         raise KeyboardInterrupt
@@ -471,7 +471,7 @@ def test_an_interrupt_between_two_lines_leaves_nothing_locked():
             answers.append(blocks.allocate_memory_blocks(0))
 
     before = signal.signal(signal.SIGALRM, strike_now)
-    # An interrupt in the middle of a tool that measures coverage would leave that one's lock held.
+    # An interrupt inside a coverage tool would leave the tool's lock held.
     tracers = sys.gettrace(), threading.gettrace()
     sys.settrace(None)
     threading.settrace(None)

@@ -1,4 +1,4 @@
-"""A state is published only if every layer handed it over in the step that it belongs to."""
+"""A state is published only if every layer handed it over in the state's own step."""
 
 import dataclasses
 import warnings
@@ -38,7 +38,7 @@ NUM_LAYERS = 2
 
 
 class Caches:
-    """A context between whose layers and itself something can go wrong."""
+    """A context that can lose hand-overs of its layers."""
 
     def __init__(self, context, forgets=()):
         self._context, self._forgets = context, set(forgets)
@@ -50,7 +50,7 @@ class Caches:
 
 
 def forgetful_step(context, layers):
-    """A whole step in which some layers hand nothing over."""
+    """Run a whole step in which some layers hand nothing over."""
     step = context.begin_step()
     logits = MODEL.forward(step.metadata, Caches(context, layers))
     pairs = zip(step.requests, logits, strict=True)
@@ -59,13 +59,13 @@ def forgetful_step(context, layers):
 
 @pytest.fixture
 def context():
-    """Each block's end is a checkpoint, and the pool is so small that slots are used again."""
+    """Each block's end is a checkpoint, and the pool is small enough to reuse slots."""
     return make_context(make_config(max_slots=3), placement=EveryNthBlock(1))
 
 
 @pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
 def test_a_layer_that_forgets_publishes_no_state(context, layers):
-    """Of another salt's slot the old bytes were published as the new owner's state."""
+    """Regression: old bytes of another salt's slot were published as the new owner's state."""
     generate(context, OTHER, 1, cache_salt="another")
     context.reset()
     for tensor in (context.slot_allocator.conv_states, context.slot_allocator.ssm_states):
@@ -74,7 +74,7 @@ def test_a_layer_that_forgets_publishes_no_state(context, layers):
     with pytest.warns(UnwrittenStateWarning, match=r"layers \[.*'a' at \[8, 16, 24\]") as caught:
         forgetful_step(context, layers)
     assert str(layers) in str(caught[0].message)
-    assert caught[0].filename == __file__  # whose commit_step it was
+    assert caught[0].filename == __file__  # the caller of commit_step
     assert saved_prefix_lengths(context, PROMPT) == []
     assert context.stats().unwritten_states == 3
     assert context.stats().saved_states == 0
@@ -82,7 +82,7 @@ def test_a_layer_that_forgets_publishes_no_state(context, layers):
     context.check_invariants()
     context.finish("a")
     again = generate(context, PROMPT, 3, request_id="again")
-    assert again[2].kv_matched_blocks == 3, "keys and values were computed, whoever forgot"
+    assert again[2].kv_matched_blocks == 3, "keys and values were computed"
     assert again[2].skip_tokens == 0
     assert_same_run(again, PROMPT)
     assert context.stats().unwritten_states == 3
@@ -122,7 +122,7 @@ def test_giving_states_up_is_a_change_that_may_not_break_off(context, monkeypatc
     context.check_invariants()
 
 
-def test_a_commit_may_be_repeated_after_states_were_given_up(context, monkeypatch):
+def test_a_commit_may_be_repeated_after_states_were_cancelled(context, monkeypatch):
     add(context, "a", PROMPT)
     step = context.begin_step()
     MODEL.forward(step.metadata, Caches(context, [1]))
@@ -152,7 +152,7 @@ def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
 
 
 def tensors_for(metadata, *, chunks=0, tokens=0):
-    """What a layer would hand over, longer or shorter than it should be."""
+    """Return a layer's hand-over, longer or shorter than it should be."""
     ssm = MODEL_CONFIG.state_spec(torch.float64).tensors[1].shape
     return (
         torch.zeros(metadata.num_chunks + chunks, *ssm, dtype=torch.float64),
@@ -162,9 +162,9 @@ def tensors_for(metadata, *, chunks=0, tokens=0):
 
 LENGTHS = "the step has 7 chunks and 26 prefill tokens: .* without those of decoding requests"
 REFUSED = [
-    # Too short a tensor was read past its end; a longer one is not packed as the step is.
+    # A shorter tensor was read past its end; a longer tensor is not packed like the step.
     *[(0, wrong, LENGTHS) for wrong in ({"chunks": -1}, {"chunks": 1}, {"tokens": -1})],
-    (0, {"tokens": 1}, LENGTHS),  # as if it had that of the request that decodes
+    (0, {"tokens": 1}, LENGTHS),  # as if it had the decoding request's token
     (0, (3, torch.zeros(26)), "must be tensors"),
     (0, (torch.zeros(()),) * 2, "must be tensors"),
     *[(layer, {}, r"layer must be an int in \[0, 1\]") for layer in (-1, NUM_LAYERS, True)],
@@ -172,7 +172,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("layer", "given", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_state_of_the_step_is_refused(layer, given, message):
+def test_hand_overs_that_do_not_fit_the_step_are_refused(layer, given, message):
     context = make_context(placement=EveryNthBlock(1))
     add(context, "decodes", OTHER)
     run_step(context)
@@ -190,7 +190,7 @@ def test_what_is_no_state_of_the_step_is_refused(layer, given, message):
 
 
 def test_metadata_of_another_step_are_refused(context):
-    """They are of the same tensors, but say how many checkpoints another step had."""
+    """Old metadata hold the same tensors, but the number of checkpoints of another step."""
     add(context, "a", PROMPT)
     old = context.begin_step().metadata
     MODEL.forward(old, context)
@@ -217,7 +217,7 @@ def test_a_step_without_checkpoints_asks_for_nothing(context):
 
 
 def captured_step(context, *, forgets=(), longest=64):
-    """A graph of a model's hand-overs, as far as a CPU has one: (captured, replay)."""
+    """Imitate a CUDA graph of a model's hand-overs on a CPU: (captured, replay)."""
     spec = MODEL_CONFIG.state_spec(torch.float64)
     states = torch.zeros(NUM_LAYERS, longest // CHUNK, *spec.tensors[1].shape).double()
     inputs = torch.zeros(NUM_LAYERS, longest, MODEL_CONFIG.conv_dim).double()
@@ -268,7 +268,7 @@ def test_a_graph_that_is_not_counted_or_lacks_a_layer_publishes_nothing(
     captured, replay = captured_step(context, forgets=forgets)
     add(context, "a", PROMPT)
     replay(context.begin_step().metadata)
-    captured_step(context)  # which hands nothing over in the step in flight
+    captured_step(context)  # hands nothing over in the step in flight
     if is_counted:
         context.count_extractions(captured)
     with pytest.warns(UnwrittenStateWarning, match=message):
@@ -285,7 +285,7 @@ def test_a_graph_that_is_not_counted_or_lacks_a_layer_publishes_nothing(
 
 
 def test_a_step_may_end_within_a_capture(context):
-    """Its checkpoints were taken for the next step's, which has none."""
+    """Regression: the step's checkpoints were used for the next step, which has none."""
     add(context, "a", PROMPT)
     context.begin_step()
     with context.capture_extractions():
@@ -345,6 +345,6 @@ def test_captures_and_counts_come_in_order(context):
 @pytest.mark.parametrize(
     "lengths", [None, [0, 1], {0: 5}, {0: (1, 2, 3)}, {0: (1, -1)}, {0: (1, None)}, {0: [1, 2]}]
 )
-def test_what_is_captured_is_numbers_of_chunks_and_tokens(lengths):
+def test_captured_lengths_are_checked(lengths):
     with pytest.raises(InvalidArgumentError, match="lengths must map each layer"):
         CapturedExtractions(lengths)

@@ -1,4 +1,4 @@
-"""The host tier under a context: what is spilled, what is resumed from it, and what it refuses."""
+"""The host tier under a context: spills, loads and refusals."""
 
 from unittest import mock
 
@@ -46,12 +46,12 @@ OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]
 
 
 def first(context):
-    """A prompt of three blocks, with states after two and three of them."""
+    """Run a prompt of three blocks, with states after two and three blocks."""
     return generate(context, PROMPT, 1, checkpoint_positions=[16])
 
 
 def evict(context):
-    """Fills the GPU with other prompts, so that nothing of the first one is left there."""
+    """Fill the GPU with other prompts, so that no entry of the first prompt is left there."""
     for prompt in OTHERS:
         assert_same_run(generate(context, prompt, 2), prompt)
 
@@ -69,25 +69,25 @@ def fill(context):
     return context
 
 
-def test_a_request_resumes_from_what_the_gpu_has_given_up():
+def test_a_request_resumes_from_entries_that_the_gpu_evicted():
     context = make_tiered()
     assert first(context)[2].skip_tokens == 0
     evict(context)
     saved = context.stats().saved_states
     admission = resume(context)
-    assert context.stats().saved_states == saved + 1, "the answer's: what is loaded is not saved"
+    assert context.stats().saved_states == saved + 1, "only the answer's state is saved"
     assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
     assert admission.loads_state
     assert admission.block_ids == ()
     assert admission.miss_reason is None
     stats = host_stats(context)
     assert (stats.restored, stats.refused, stats.dropped) == (4, {}, {})
-    # It is on the GPU again, and not loaded twice.
+    # The prefix is on the GPU again, and not loaded twice.
     assert (resume(context).loaded_blocks, host_stats(context).restored) == (0, 4)
 
 
 def test_kv_blocks_on_the_gpu_are_not_loaded():
-    """The joint boundary: the state from the host, the blocks from wherever they are."""
+    """The joint boundary takes the state from the host and the blocks from GPU or host."""
     context = make_tiered(num_kv_blocks=100, max_slots=3)
     first(context)
     context.slot_allocator.reset()
@@ -198,7 +198,7 @@ def test_what_a_tier_needs():
 
 @pytest.mark.parametrize("kind", [KV, STATE])
 def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
-    """The request is preempted, computes again, and nothing of it was findable or told."""
+    """The request is preempted and computed again; nothing was published, no token returned."""
     context = fill(make_tiered())
     layout = context._tiering.transfers._layouts[kind]
     flip_all(context, kind, 8 * layout.payload_bytes - 9)
@@ -213,7 +213,7 @@ def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
     context.check_invariants()
     damaged = 3 if kind is KV else 1
     assert host_stats(context).refused == {"payload_digest": damaged}
-    context.host_tier.clear()  # of what the other rows hold
+    context.host_tier.clear()  # removes the entries of the other rows
     assert context.match(_request()).kv_matched_blocks == 0
     assert context.resume_request("hurt").skip_tokens == 0
     wanted = generate(make_context(), PROMPT, 1)[1][0]
@@ -222,7 +222,7 @@ def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
     resume(context)
 
 
-def test_who_loaded_right_bytes_in_the_same_step_goes_on():
+def test_a_request_with_right_bytes_in_the_same_step_continues():
     context = fill(make_tiered(num_kv_blocks=24))
     for name, prompt in {"fine": PROMPT, "hurt": OTHERS[0]}.items():
         assert add(context, name, prompt).loads_state
@@ -234,7 +234,7 @@ def test_who_loaded_right_bytes_in_the_same_step_goes_on():
     context.check_invariants()
 
 
-def test_tokens_that_only_the_device_knows_are_dropped_too():
+def test_tokens_that_only_the_device_has_are_dropped_too():
     context = fill(make_tiered(num_speculative_tokens=2, num_kv_blocks=24))
     flip_all(context, STATE, 3)
     add(context, "first", [1, 2, 3])
@@ -249,7 +249,7 @@ def test_tokens_that_only_the_device_knows_are_dropped_too():
     context.resume_request("hurt")
 
 
-def test_a_commit_that_broke_off_still_knows_what_was_damaged():
+def test_a_repeated_commit_still_finds_the_damaged_entries():
     context = fill(make_tiered(num_kv_blocks=24))
     flip_all(context, STATE, 3)
     add(context, "hurt", PROMPT)
@@ -286,7 +286,7 @@ def test_before_an_entry_with_a_damaged_header_a_request_resumes():
     assert host_stats(context).refused == {"checksum": 1}
 
 
-def test_what_is_offered_twice_is_copied_once():
+def test_an_entry_offered_twice_is_copied_once():
     context = make_tiered(num_kv_blocks=100)
     tiering, facts = context._tiering, _facts(context, 1)
     for _ in range(2):
@@ -315,8 +315,8 @@ def test_a_call_that_broke_off_leaves_entries_unless_it_was_changing_them(monkey
     context.check_invariants()
 
 
-def test_a_header_of_another_entry_is_not_believed():
-    """Swapped entries, and a row that was given to another: each field is compared."""
+def test_a_header_of_another_entry_is_refused():
+    """Swapped entries, and a row with another entry by now: each field is compared."""
     context = make_tiered(num_kv_blocks=100)
     first(context)
     host = context.host_tier
@@ -337,7 +337,7 @@ def test_a_header_of_another_entry_is_not_believed():
 
 
 @pytest.mark.parametrize("way", ["slots", "blocks"])
-def test_what_was_given_up_while_it_was_copied_does_not_count(way):
+def test_entries_removed_during_their_copy_do_not_count(way):
     context = make_tiered(num_kv_blocks=100)
     install(context, LateTransfers)
     first(context)
@@ -346,7 +346,7 @@ def test_what_was_given_up_while_it_was_copied_does_not_count(way):
         expected = {"kv": 3, "state": 0}
     else:
         context.kv_block_allocator.deregister_blocks(range(100))
-        expected = {"kv": 0, "state": 0}  # the states go with their blocks
+        expected = {"kv": 0, "state": 0}  # states are removed with their blocks
     context.wait_for_tiers()
     stats = host_stats(context)
     assert stats.entries == expected
@@ -359,7 +359,7 @@ def test_what_was_given_up_while_it_was_copied_does_not_count(way):
     context.check_invariants()
 
 
-def test_what_cannot_be_spilled_is_dropped_and_counted():
+def test_failed_spills_are_dropped_and_counted():
     """Copies fail, too many are under way, all rows are in use."""
     context = make_tiered(num_kv_blocks=100)
     install(context, FailingTransfers).fails = {"spill"}
@@ -383,8 +383,8 @@ def test_what_cannot_be_spilled_is_dropped_and_counted():
     context.check_invariants()
 
 
-def test_what_is_worth_a_row_but_no_slot_gets_both():
-    """One slot for the end of a prompt that keeps coming back; others go through it to the host."""
+def test_a_state_worth_a_row_but_no_slot_gets_both():
+    """The end of a repeated prompt needs the one slot; other states pass through it to the host."""
     few, alone = (
         make_context(make_config(max_slots=1, num_kv_blocks=60, **tier), load_planner=always())
         for tier in ({"num_host_blocks": 60, "num_host_states": 30}, {})
@@ -404,7 +404,7 @@ def test_what_is_worth_a_row_but_no_slot_gets_both():
 
 
 def test_a_slot_is_kept_until_its_copy_is_over():
-    """Unless half of all slots are under way: then the copy is given up, not the next state."""
+    """If half of all slots are being copied, a copy is cancelled, not the next state."""
     context = make_tiered(max_slots=4, num_kv_blocks=100)
     late = install(context, LateTransfers)
     for number, prompt in enumerate(OTHERS):
@@ -424,7 +424,7 @@ def test_a_slot_is_kept_until_its_copy_is_over():
 
 
 def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
-    """So the tier's policy learns of it from the next turn, which it is a candidate of."""
+    """The tier's policy can then match the state with the next turn's path."""
     context = make_tiered(max_slots=20, num_kv_blocks=100)
     run = generate(context, PROMPT, 12)
     tokens = [*PROMPT, *run[0]]
@@ -472,7 +472,7 @@ def test_rates_are_measured_while_it_runs():
     assumed = planner.rates
     first(context)
     assert planner.rates.tokens_per_second != assumed.tokens_per_second
-    # What is not over yet is measured later.
+    # An unfinished transfer is measured later.
     transfers, known = context._tiering.transfers, planner.rates
     transfers.seconds_between = lambda begun, ended: None
     generate(context, PROMPT, 1)
@@ -512,7 +512,7 @@ def test_an_identity_enters_the_keys():
     assert key.tenant == tenant_digest(b"s", None)
 
 
-def test_rows_held_for_nobody_are_noticed():
+def test_rows_held_without_a_load_or_copy_are_noticed():
     context = make_tiered(num_kv_blocks=100)
     first(context)
     lease = context.host_tier[STATE].read(_facts(context, 3))

@@ -1,11 +1,11 @@
 """In and out of PyTorch's inference mode, and under another default device of PyTorch.
 
-Contexts are used in and out of it by tests/support/context_machine.py.
+Contexts used in and out of the mode: tests/support/context_machine.py.
 
 Engines turn the mode on for a step and off between steps, and set a device while they load a model.
 
-What is made in that mode cannot be written outside of it ever after. Found by trying: a context
-whose first step ran in the mode could not restore a state out of it.
+A tensor made in the mode can never be written outside of it. Found by trying: a context
+whose first step ran in the mode could not restore a state outside of it.
 """
 
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 SPEC, KV_SPEC = MODEL_CONFIG.state_spec(torch.float32), MODEL_CONFIG.kv_spec(torch.float32)
 MODES = {"in": torch.inference_mode, "out": nullcontext}
 
-# How it is made, first used and used again: what is made lazily must bear the other mode, too.
+# Modes of construction, first use and later use: lazily made objects must work in both modes.
 CHANGES = [(made, *used) for made, used in product(MODES, permutations(MODES))]
 
 every_change = pytest.mark.parametrize("modes", CHANGES, ids=", ".join)
@@ -72,7 +72,7 @@ def test_slots_alone_may_be_made_and_used_in_and_out_of_the_mode(modes, generato
 
 
 class EveryOther:
-    """A world of which every other call is in the mode."""
+    """A world that makes every other call in the mode."""
 
     def __init__(self, world, is_in):
         self.world, self.is_in = world, is_in
@@ -93,7 +93,7 @@ class EveryOther:
 
 
 class EnginesBuffer:
-    """A buffer of an engine's own, which knows nothing of the mode."""
+    """A buffer that an engine made outside of the mode."""
 
     def __init__(self, n, *, dtype, device):
         self.cpu = torch.zeros(n, dtype=dtype)
@@ -106,7 +106,7 @@ class EnginesBuffer:
 
 @pytest.fixture(params=MODES)
 def made(request, monkeypatch):
-    """What the package makes for a world is made in the mode, or out of it."""
+    """Make the package's objects of a world in the mode, or outside of it."""
     in_mode = torch.inference_mode(request.param == "in")
     makers = SimpleNamespace(create=in_mode(MambaBuffers.create))
     monkeypatch.setattr(align_rig, "MambaBuffers", makers)
@@ -156,7 +156,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
-def test_what_is_kept_may_be_written_out_of_the_mode_it_was_made_in(make):
+def test_kept_tensors_may_be_written_outside_of_the_mode_they_were_made_in(make):
     with torch.inference_mode():
         tensors = [value for value in make() if isinstance(value, torch.Tensor)]
     assert tensors
@@ -176,7 +176,7 @@ def run_twice(context):
     return [(tokens, torch.stack(logits)) for tokens, logits, _ in runs]
 
 
-def test_a_context_lies_where_it_was_told():
+def test_a_context_lies_on_its_device():
     wanted = run_twice(make_context())
     with torch.device("meta"):
         got = run_twice(make_context(device="cpu"))
@@ -235,7 +235,7 @@ def test_a_buffer_lies_on_the_host_and_on_the_device(elsewhere):
     assert buffer.copy_to_gpu().tolist() == [4, 5, 6]
 
 
-def test_layers_are_told_on_the_host_which_requests_prefill(elsewhere):
+def test_layers_find_on_the_host_which_requests_prefill(elsewhere):
     state = MambaHybridModelState(engine_config(Model(8, max_requests=3), {}), None, None, "cpu")
     batch = SimpleNamespace(
         num_reqs=2,

@@ -1,4 +1,4 @@
-"""Which module's functions work on a device: for every package that has kernels."""
+"""The choice of kernels by device, for every package that has kernels."""
 
 import sys
 from types import ModuleType

@@ -104,8 +104,8 @@ def test_listeners_see_finished_bookkeeping(pool):
 
 
 @pytest.mark.parametrize("forged", [by_id(1, 5, 6), by_id(1, 1, 6)])
-def test_what_follows_a_forged_digest_stays_private(pool, forged):
-    """A digest of two prefixes: with xxh3_128 a client can find one. It refuses no commit."""
+def test_blocks_behind_a_forged_digest_stay_private(pool, forged):
+    """Two prefixes share a digest, which clients can find for xxh3_128. No commit is refused."""
     [known] = pool.register_kv_block_hashes(pool.allocate_memory_blocks(1), by_id(5))
     block_ids = pool.allocate_memory_blocks(3)
     found = [block_ids[0], None, None]
@@ -116,7 +116,7 @@ def test_what_follows_a_forged_digest_stays_private(pool, forged):
 
 
 def pool_that_asks_states():
-    """Of 5 blocks: the first is kept for its state, the second was evicted in its place."""
+    """Return a pool of 5 blocks that kept the first for its state and evicted the second."""
     pool = KVBlockAllocator(5)
     slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
     save(slots, *cache(pool, 1))
@@ -126,7 +126,7 @@ def pool_that_asks_states():
     return pool, slots
 
 
-def test_states_that_nobody_has_any_more_order_no_blocks():
+def test_states_of_freed_slots_do_not_order_blocks():
     pool, slots = pool_that_asks_states()
     assert [len(pool.match_prefix(prefix(token))) for token in (1, 2, 3)] == [1, 0, 1]
     del slots
@@ -136,7 +136,7 @@ def test_states_that_nobody_has_any_more_order_no_blocks():
 
 @pytest.mark.parametrize("policy", [None, AdaptiveSlotPolicy()], ids=["lru", "adaptive"])
 def test_blocks_whose_states_lie_in_former_slots_can_be_evicted(policy):
-    """Eviction passed over a block with a state, of which other slots know nothing."""
+    """Eviction skipped a block with a state, which a later slot pool does not have."""
     pool, former = pool_that_asks_states()
     slots = SlotPool(2, pool, policy=policy)
     assert former.has_state(pool.match_prefix(prefix(1))[0])
@@ -147,7 +147,7 @@ def test_blocks_whose_states_lie_in_former_slots_can_be_evicted(policy):
 
 
 def test_blocks_whose_states_a_reset_forgets_can_be_evicted():
-    """Eviction passed over a block with a state. A reset takes the state and queues the block."""
+    """Eviction skipped a block with a state. A reset drops the state and queues the block."""
     pool, slots = pool_that_asks_states()
     slots.reset()
     pool.check_invariants()
@@ -203,7 +203,7 @@ def test_nothing_is_registered_without_prefix_caching():
 
 
 def test_many_blocks_cost_few_lines_each():
-    """A prompt of 32,768 tokens has 2,048 blocks of 16: what is done for each is done in C."""
+    """A prompt of 32,768 tokens has 2,048 blocks of 16: work per block must run in C."""
 
     def life(pool, num_blocks, hashes):
         block_ids = pool.allocate_memory_blocks(num_blocks)

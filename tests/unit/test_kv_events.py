@@ -1,4 +1,4 @@
-"""Publishers of KV events: the bytes, the endpoints, and that a cache never pays for them."""
+"""Publishers of KV events: bytes, endpoints, and no cost for the cache."""
 
 import inspect
 import logging
@@ -83,11 +83,11 @@ def test_frames_are_a_topic_a_number_and_a_batch():
         ("tcp://router.example:5557", False),
     ],
 )
-def test_what_is_bound_and_what_is_connected(endpoint, binds):
+def test_endpoints_are_bound_or_connected(endpoint, binds):
     assert _is_bound(endpoint) is binds
 
 
-def test_by_default_nobody_on_another_machine_can_listen():
+def test_by_default_no_other_machine_can_listen():
     parameters = inspect.signature(EventPublisher).parameters
     assert parameters["endpoint"].default == "tcp://127.0.0.1:5557"
     assert parameters["replay_endpoint"].default is None
@@ -105,7 +105,7 @@ def test_an_endpoint_that_is_taken_is_named_and_nothing_stays_open(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
-def test_an_endpoint_without_a_scheme_is_told_what_one_looks_like(name):
+def test_the_error_of_an_endpoint_without_a_scheme_shows_an_example(name):
     with pytest.raises(InvalidArgumentError, match=rf"^{name} must be .* 'tcp://127.*'localhost:5"):
         EventPublisher(**{**ANY, name: "localhost:5557"})
     with pytest.raises(InvalidArgumentError, match="port of at most 65535"):
@@ -143,7 +143,7 @@ def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
         publisher.watch(RecordedCache())
 
 
-# What a context tells.
+# Events of a context.
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
         ),
     ],
 )
-def test_what_tokens_alone_do_not_name_is_told_beside_them_as_vllm_does(keys, extra):
+def test_events_have_the_extra_keys_of_blocks_as_in_vllm(keys, extra):
     engine = make_engine()
     with by_hand("resident", block_size=BLOCK) as publisher, Subscriber(publisher) as subscriber:
         observe(engine.context, publisher)
@@ -176,7 +176,7 @@ def test_what_tokens_alone_do_not_name_is_told_beside_them_as_vllm_does(keys, ex
         assert publisher.stats().told_blocks == 7
 
 
-# What a cache pays.
+# Costs for the cache.
 
 
 def test_an_event_costs_the_cache_an_append_and_nothing_else():
@@ -216,7 +216,7 @@ def test_a_publisher_that_fails_leaves_the_cache_as_it_is(caplog):
     publisher.watch(engine.context)
     engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
     wait_until(lambda: publisher.stats().told_blocks)
-    publisher._pub.close()  # an interrupt of whatever kind in the thread's own calls
+    publisher._pub.close()  # any interrupt in the thread's own calls
     with caplog.at_level(logging.ERROR):
         wait_until(lambda: not publisher._is_listening)
     assert "not published any more" in caplog.text
@@ -251,7 +251,7 @@ def test_a_new_process_at_the_same_address_is_not_taken_for_the_old_one():
         first.run([1] * 32, [8])
         wait_until(lambda: subscriber.receive() and subscriber.known.groups[0])
         endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
-        publisher._send = lambda events: None  # it dies, and tells nobody
+        publisher._send = lambda events: None  # it dies without an event
         publisher.close()
         with EventPublisher(**endpoints, heartbeat_seconds=0.05) as publisher:
             publisher.watch(second)
@@ -282,7 +282,7 @@ def test_malformed_requests_for_a_replay_are_passed_over_and_only_counted(caplog
 
 
 def speak(endpoint, kind):
-    """Connect to a socket of ZeroMQ and shake hands, as a peer of a kind."""
+    """Connect to a ZeroMQ socket and shake hands as a peer of this socket type."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     peer = socket.create_connection((host, int(port)))
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -304,7 +304,7 @@ def resident_bytes():
 
 @pytest.mark.parametrize(("name", "kind"), [("replay_endpoint", b"DEALER"), ("endpoint", b"SUB")])
 def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
-    """From a client that has 300 MB to send; others are answered as before."""
+    """A client announces 300 MB; other clients are still answered."""
     with EventPublisher(**ANY) as publisher:
         publisher.watch(RecordedCache())
         before, size = resident_bytes(), 300 * 2**20
@@ -321,7 +321,7 @@ def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
         dealer.close()
 
 
-def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
+def test_many_snapshot_requests_do_not_send_each_one_to_all():
     cache = RecordedCache()
     with by_hand() as publisher:
         publisher._is_snapshot_due = False
@@ -332,7 +332,7 @@ def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
         dealer.connect(publisher.replay_endpoint)
         for _ in range(20):
             dealer.send_multipart([b"", bytes(8)])
-        publisher._snapshot_at = float("inf")  # as if one had just been sent
+        publisher._snapshot_at = float("inf")  # as if a snapshot had just been sent
         wait_until(lambda: publisher._step() or publisher.stats().replays == 20)
         dealer.close()
         assert publisher.stats().snapshots == 0

@@ -1,4 +1,4 @@
-"""The package is what its page on architecture says: layers, and imports that go down only."""
+"""The package follows its page on architecture: layers, and imports that go down only."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ TOPS = {source.module.split(".")[1] for source in SOURCES if "." in source.modul
 
 
 class Place(NamedTuple):
-    """Where the table puts a package, or a module right below ``mamba_cache``."""
+    """The table's place of a package, or of a module directly below ``mamba_cache``."""
 
     layer: int
     imports: str
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 def read_table(page: str) -> dict[str, Place]:
-    """The table of layers. ``_*`` stands for the private modules right below ``mamba_cache``."""
+    """Return the table of layers. ``_*`` means private modules directly below ``mamba_cache``."""
     table = {}
     for row in filter(None, map(ROW.match, page.splitlines())):
         third_party = set(re.findall(r"\w+", row["others"])) - {"none"}
@@ -45,12 +45,12 @@ TABLE = read_table(PAGE.read_text(encoding="utf-8"))
 
 
 def top_of(module: str) -> str:
-    """`mamba_cache.cache.rows` is part of `cache`; `mamba_cache` itself is on top of everything."""
+    """Return `cache` for `mamba_cache.cache.rows`; `mamba_cache` itself is the top layer."""
     return (*module.split("."), "")[1]
 
 
 def may_import(source: str, target: str) -> bool:
-    """Whether the table lets one package import another."""
+    """Return whether the table lets one package import another."""
     if source in ("", target):  # the front door imports from everywhere, and nothing imports it
         return True
     if target == "":
@@ -63,7 +63,7 @@ def may_import(source: str, target: str) -> bool:
 
 
 def imported_modules(source: Source, node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Absolute names that an import statement reaches."""
+    """Return the absolute names that an import statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     base = node.module or ""
@@ -89,7 +89,7 @@ def test_the_table_names_every_package_and_no_other() -> None:
 
 
 def test_imports_go_down() -> None:
-    """Only from where the table allows, and never from an old path."""
+    """Imports follow the table and never use an old path."""
     old = {source.module for source in SOURCES if is_old_path(source)}
     breaches = []
     for source in SOURCES:
@@ -127,7 +127,7 @@ def test_reading_of_the_table() -> None:
 
 
 def test_reading_of_imports() -> None:
-    """The walk itself: relative and absolute imports name what they reach."""
+    """The walk resolves relative and absolute imports."""
     for module, statement, expected in (
         ("slots/pool.py", "import torch.nn", "torch.nn"),
         ("slots/pool.py", "from ..cache import rows", "mamba_cache.cache"),

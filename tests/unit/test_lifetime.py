@@ -1,4 +1,4 @@
-"""What goes when its last reference goes, without the garbage collector; and resets by parts."""
+"""Objects freed with their last reference, without the garbage collector; partial resets."""
 
 import gc
 import weakref
@@ -34,11 +34,11 @@ def no_collector():
 
 
 def watch(owner, *, but=()):
-    """Weak references to all tensors that ``owner`` keeps alive, those of ``but`` left out."""
+    """Return weak references to all tensors that ``owner`` keeps alive, except those of ``but``."""
     shared = {id(tensor) for other in but for tensor in tensors_of(other)}
     tensors = [t for t in tensors_of(owner) if id(t) not in shared and t.numel()]
     large = [t for t in tensors if isinstance(t, torch.Tensor)]
-    assert len(large) > 10, "or the test shows nothing"
+    assert len(large) > 10, "the test needs tensors"
     return [weakref.ref(tensor) for tensor in large]
 
 
@@ -53,7 +53,7 @@ def assert_gone(references):
     ids=str,
 )
 def test_a_dropped_context_keeps_no_memory(settings):
-    """Slots, blocks and guard referred to each other, and the memory stayed until a collection."""
+    """Regression: a cycle of slots, blocks and guard kept the memory until a collection."""
     context = make_context(make_config(**settings), poison=False)
     add(context, "a", PROMPT)
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_a_dropped_engine_keeps_no_memory():
 
 
 def test_slots_and_blocks_may_outlive_their_context():
-    """Whoever holds one of them alone can still ask and reset it."""
+    """Slots or blocks alone can still be read and reset."""
     context = make_context()
     generate(context, PROMPT, 1)
     slots, kv_blocks = context.slot_allocator, context.kv_block_allocator
@@ -100,7 +100,7 @@ def test_slots_and_blocks_may_outlive_their_context():
 
 
 def test_blocks_are_not_reset_under_requests():
-    """The blocks of a request were handed to the next one."""
+    """Regression: the blocks of a running request were allocated to the next one."""
     context = make_context()
     generate(context, PROMPT, 1)
     add(context, "a", PROMPT[::-1])
@@ -124,7 +124,7 @@ def test_blocks_are_not_reset_under_requests():
     assert_same_run(generate(context, PROMPT, 2), PROMPT)
 
 
-def test_a_lack_of_blocks_says_for_whom_and_what_to_do():
+def test_a_lack_of_blocks_names_the_request_and_the_remedy():
     context = make_context(make_config(num_kv_blocks=6))
     add(context, "first", PROMPT)
     run_step(context)
@@ -146,7 +146,7 @@ def test_a_lack_of_blocks_says_for_whom_and_what_to_do():
 
 
 def test_reset_gives_the_context_that_was_made():
-    """Rows kept the order in which they had been given back."""
+    """Regression: rows kept their order of release."""
     config = make_config(hash_secret=b"fixed")
     context, fresh = make_context(config), make_context(config)
     for name in ("a", "b", "c"):

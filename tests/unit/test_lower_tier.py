@@ -1,4 +1,4 @@
-"""The jobs of a lower tier: queued, begun, over, told; and what disk and store do alike."""
+"""The jobs of a lower tier: queued, begun, finished, answered; common tests of disk and store."""
 
 import os
 import threading
@@ -40,7 +40,7 @@ def add_put(tier, number, answer=None):
 
 
 def test_an_entry_is_stored_once_at_a_time(idle) -> None:
-    """Queued or taken; but not any more while it is told, when the caller may try again."""
+    """A queued or running put blocks a second one; in its callback the caller may try again."""
     again = []
 
     assert add_put(idle, 1, lambda refusal: again.append(add_put(idle, 1)))
@@ -64,7 +64,7 @@ def test_queues_have_an_end(idle) -> None:
 
 
 def test_a_job_whose_queueing_breaks_off_leaves_nothing(idle, monkeypatch) -> None:
-    """An interrupt of the caller, once the job's calls are queued."""
+    """The caller is interrupted once the job's calls are queued."""
     queue = idle._queue
 
     def broken(job, calls):
@@ -80,7 +80,7 @@ def test_a_job_whose_queueing_breaks_off_leaves_nothing(idle, monkeypatch) -> No
     assert add_put(idle, 1)
 
 
-def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> None:
+def test_begun_jobs_continue_in_order_before_new_ones(idle) -> None:
     assert [add_put(idle, number) for number in (1, 2)] == [True, True]
     with idle._lock:
         calls = LowerTier._assign_calls(idle, idle._workers[0])
@@ -97,7 +97,7 @@ def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> N
 
 
 def breaches_of(tier):
-    """Queued calls and jobs, for each statement of the invariants, that break it."""
+    """Return queued calls and jobs that break each statement of the invariants."""
     load, puts = Job(Verb.LOAD), [Job(Verb.PUT, None, facts_of(1)) for _ in range(2)]
     call = Call("get_many_into", job=load)
     yield "each call is there once", [call, call], []
@@ -118,12 +118,12 @@ def test_breaches_of_the_invariants_are_noticed(idle) -> None:
     idle.check_invariants()
 
 
-# What every lower tier does, with threads.
+# Every lower tier, with threads.
 
 
 @pytest.fixture(params=["disk", "store"])
 def opened(request, tmp_path, monkeypatch):
-    """Opens a tier of each kind."""
+    """Return a function that opens a tier of each kind."""
     tiers = []
 
     def open_one(**options):
@@ -152,7 +152,7 @@ def test_an_entry_is_written_at_its_second_use(opened) -> None:
     tier = opened(write_on_use=2)
     assert (put(tier, 1), has(tier, 1)) == (False, [False])
     assert (put(tier, 1), has(tier, 1)) == (None, [True])
-    assert put(tier, 1) is None  # it is there
+    assert put(tier, 1) is None  # it is stored already
     stats = tier.stats()
     assert (stats.puts, stats.stored, stats.dropped) == (3, 1, {"first_use": 1})
 
@@ -164,8 +164,8 @@ def test_first_uses_are_forgotten_when_there_are_many(opened, monkeypatch) -> No
     assert [put(tier, 1), put(tier, 3)] == [False, None]
 
 
-def test_what_the_request_derived_is_compared(tier) -> None:
-    """A digest that collides is refused; what does not match is not found again."""
+def test_the_facts_of_the_request_are_compared(tier) -> None:
+    """A colliding digest is refused; an entry that does not match is not found again."""
     assert put(tier, 1) is None
     assert load(tier, 1, prefix_tokens=1) is Refusal.PREFIX_TOKENS
     assert tier.flush(60)
@@ -176,7 +176,7 @@ def test_what_the_request_derived_is_compared(tier) -> None:
     assert load(tier, 1) == payload_of(1)
 
 
-def test_what_is_removed_is_not_found_again(tier) -> None:
+def test_removed_entries_are_not_found_again(tier) -> None:
     assert [put(tier, number) for number in (1, 2)] == [None, None]
     for number in (1, 3):
         tier.remove(facts_of(number).key)
@@ -217,8 +217,8 @@ def test_an_error_of_the_tiers_own_ends_a_job_and_no_thread(tier, monkeypatch) -
 
 
 @pytest.mark.parametrize("job", ["load", "put"])
-def test_flush_waits_until_who_asked_has_been_told(tier, job) -> None:
-    """A caller who flushes and then looks at its answers finds all of them."""
+def test_flush_waits_until_the_caller_has_been_answered(tier, job) -> None:
+    """After a flush, the caller finds all its answers."""
     is_told, goes_on = threading.Event(), threading.Event()
 
     def done(_answer):
@@ -237,8 +237,8 @@ def test_flush_waits_until_who_asked_has_been_told(tier, job) -> None:
     assert tier.flush(60)
 
 
-def test_what_is_known_at_once_is_told_at_once(tier) -> None:
-    """By the caller's thread, though disk or store is busy."""
+def test_known_results_are_answered_at_once(tier) -> None:
+    """The caller's thread answers, though disk or store is busy."""
     assert [put(tier, 1), put(tier, 2)] == [None, None]
     tier.remove(facts_of(2).key)
     told, here = [], threading.get_ident()
@@ -253,7 +253,7 @@ def test_what_is_known_at_once_is_told_at_once(tier) -> None:
 
 
 def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
-    """Another thread may have held the lock in the moment of the fork."""
+    """Another thread may have held the lock at the moment of the fork."""
     assert put(tier, 1) is None
     assert tier.flush(60)
     held = threading.Lock()
@@ -286,17 +286,17 @@ def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
 def test_threads_are_as_many_as_processors_can_feed(
     opened, num_cpus, num_threads, monkeypatch
 ) -> None:
-    """A disk wants many reads, and each makes MACs; a store may keep a processor busy each."""
+    """A disk needs many reads, each computing MACs; each store thread may keep a CPU busy."""
     monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
     tier = opened(**{"num_readers" if opened.__name__ == "disk" else "num_threads": None})
     assert len(tier._workers) == num_threads
     mine = [each for each in threading.enumerate() if each.name == f"mamba-cache-{tier.name}"]
     assert mine
-    assert all(each.daemon for each in mine), "a tier that nobody closed keeps no process"
+    assert all(each.daemon for each in mine), "an unclosed tier must not keep the process alive"
 
 
 def test_after_two_failures_it_is_left_alone_for_a_while(tier, monkeypatch) -> None:
-    """What a removal of the entry in between came to says nothing of reads."""
+    """The result of removing the entry in between does not count for reads."""
     clock = ManualClock()
     monkeypatch.setattr(lower, "time", clock)
     assert [put(tier, number) for number in (0, 1)] == [None, None]
@@ -325,7 +325,7 @@ def test_after_two_failures_it_is_left_alone_for_a_while(tier, monkeypatch) -> N
 
 @pytest.fixture
 def chunked(opened):
-    """Opens a tier with some readers, each of which reads a chunk at a time, and four states."""
+    """Return a function that opens a tier with four states, whose readers read chunk by chunk."""
 
     def open_one(num_readers):
         if opened.__name__ == "disk":
@@ -340,7 +340,7 @@ def chunked(opened):
 
 
 def reading(patch, tier, read_chunk):
-    """Have chunks read by another function, of a chunk's number and the call that reads it."""
+    """Read chunks by ``read_chunk(number, read)``, given a chunk's number and the original call."""
     read = tier.store.get_many_into
 
     def call(keys, buffers):
@@ -353,7 +353,7 @@ def reading(patch, tier, read_chunk):
 
 
 def test_the_chunks_of_an_entry_are_read_at_once(chunked, monkeypatch) -> None:
-    """No read goes on before all three are asked for; and they end in the other order."""
+    """Each read waits until all three have begun; they end in reverse order."""
     tier, all_there, seen = chunked(4), threading.Barrier(3), []
     ended = [threading.Event() for _ in range(4)]
     ended[3].set()
@@ -372,7 +372,7 @@ def test_the_chunks_of_an_entry_are_read_at_once(chunked, monkeypatch) -> None:
 
 
 def test_the_entries_of_a_prefix_share_the_readers(chunked, monkeypatch) -> None:
-    """Never are there more reads at once than readers; all are used."""
+    """There are never more reads at once than readers; all readers are used."""
     tier, all_there = chunked(4), threading.Barrier(4)
     lock, now, most = threading.Lock(), [], []
 
@@ -400,7 +400,7 @@ def test_the_entries_of_a_prefix_share_the_readers(chunked, monkeypatch) -> None
 @pytest.mark.parametrize("failing", range(3))
 @pytest.mark.parametrize("answer", [0, StoreFault.IO_ERROR])
 def test_a_fault_in_one_chunk_fails_the_entry_once(chunked, monkeypatch, failing, answer) -> None:
-    """The caller is told when the other chunks are over."""
+    """The caller is answered when the other chunks are finished."""
     tier, failed, told = chunked(4), threading.Event(), threading.Event()
     under_way, calls, lock = [], [], threading.Lock()
 
@@ -412,7 +412,7 @@ def test_a_fault_in_one_chunk_fails_the_entry_once(chunked, monkeypatch, failing
                 failed.set()
                 return answer
             assert failed.wait(60)
-            told.wait(0.1)  # in vain: it must not be told before this one is over
+            told.wait(0.1)  # times out: the answer must wait for this read
             return read()
         finally:
             with lock:

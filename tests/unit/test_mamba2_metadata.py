@@ -64,7 +64,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size
 
 @given(SEQUENCES, st.integers(1, 9))
 def test_chunks_of_resumed_and_empty_sequences(sequences, chunk_size):
-    """An engine's buffers have room for more prefills; what lies behind is of no batch."""
+    """An engine's buffers have room for more prefills; entries past the batch are unused."""
     computed, lengths = [[s[i] for s in sequences] for i in (0, 1)]
     got = make_builder(chunk_size)._compute_chunk_metadata(
         len(sequences),
@@ -118,7 +118,7 @@ def mixed_batch(rng):
 
 
 def test_tensors_lie_where_the_kernels_read(mixed_batch):
-    """On the device that holds no data, which no copy to the host survives."""
+    """On the meta device, every copy to the host raises."""
     mixed_batch.block_table_tensor = mixed_batch.block_table_tensor.to("meta")
     mixed_batch.seq_lens = mixed_batch.seq_lens.to("meta")
     for mode in ("all", "align"):
@@ -176,16 +176,16 @@ def test_a_model_without_a_chunk_size_is_refused(chunk_size):
 @pytest.mark.parametrize(
     ("computed", "lengths", "is_prefilling", "num_drafts", "num_decodes"),
     [
-        # A decode has its drafts.
+        # A decode with drafts.
         ([9, 9, 0], [3, 1, 4], None, 2, 2),
-        # vLLM 32118: a decode reads its state, which was that of the block's last request.
+        # vLLM 32118: a decode's initial state was that of the block's last request.
         ([9, 0, 9, 0], [1, 1, 1, 5], None, 0, 1),
-        # Rows of padding, also where those that were there before prefilled.
+        # Rows of padding, also where earlier requests of the rows prefilled.
         ([9, 9, 0, 0], [1, 1, 0, 0], None, 0, 4),
         ([9, 9, 0, 0], [1, 1, 0, 0], [False, False, True, True], 0, 4),
-        # Of 3 tokens of a prompt the state after the first was read next, as if they were drafts.
+        # After 3 prompt tokens, the state after the first was read, as if they were drafts.
         ([9, 9, 9, 0], [3, 1, 3, 1], [False, True, True, True], 2, 2),
-        # A batch of nothing, as a capture of graphs computes.
+        # An empty batch, as in a graph capture.
         ([9, 9, 9, 0], [3, 1, 3, 1], [False] * 4, 2, 4),
     ],
 )

@@ -1,4 +1,4 @@
-"""MambaSlotAllocator: slots of blocks, and states moved between them and live rows, by bits."""
+"""MambaSlotAllocator: slots of blocks, and exact copies between slots and live rows."""
 
 from types import SimpleNamespace
 
@@ -116,7 +116,7 @@ def test_hashes_that_an_embedder_writes_or_drops_are_the_truth():
     allocator.check_invariants()
     allocator._invalidate_blocks_batch([1])
     assert allocator.hash_to_block_id == {100: 0, 8: 2}
-    allocator.register_block_hashes_batch([2], [100])  # which finds the last block
+    allocator.register_block_hashes_batch([2], [100])  # a hash maps to its last block
     assert (allocator.hash_to_block_id, allocator._hash_of) == ({100: 2}, {2: 100})
     allocator.check_invariants()
 
@@ -133,7 +133,7 @@ def test_hash_ids_are_checked_before_anything_is_registered():
         allocator.on_kv_blocks_deregistered([0], ["101"])
     with pytest.raises(UnknownBlockError):
         allocator.on_kv_blocks_deregistered([0, 12], [101])
-    allocator.register_block_hashes_batch([1], [-(2**63)])  # none
+    allocator.register_block_hashes_batch([1], [-(2**63)])  # not a hash
     assert bookkeeping(allocator) == before
 
 
@@ -167,7 +167,7 @@ def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
 
 
 def test_a_minimal_namespace_can_embed_it():
-    """Older embedders call the pool size ``total_count``."""
+    """Older embedders name the pool size ``total_count``."""
     kv_blocks = SimpleNamespace(total_count=4)
     context = SimpleNamespace(device="cpu", max_requests=1, kv_block_allocator=kv_blocks)
     allocator = make_allocator(2, context=context)
@@ -184,7 +184,7 @@ def context(generator):
 
 @pytest.fixture
 def allocator(context, generator):
-    """Four slots full of random bits; blocks 5 and 6 have the slots 3 and 2."""
+    """Return an allocator with four slots of random bits; blocks 5 and 6 have slots 3 and 2."""
     allocator = make_allocator(4, context=context, policy=LastUsedPolicy())
     randomize(allocator.conv_states, generator)
     randomize(allocator.ssm_states, generator)
@@ -222,7 +222,7 @@ def test_the_embedder_may_put_other_live_states_in_place(allocator, context, gen
     allocator.restore_to_live(1, 6)
     assert live_bits(context, 2) == slot_bits(allocator, 2)
     assert [state_bits(*kept, row) for row in range(4)] == old
-    # In a larger tensor, so that the strides differ too.
+    # Inside a larger tensor, so that the strides differ too.
     wide = torch.empty(2, 9, *CONV, dtype=DTYPES[0])
     randomize(wide, generator)
     context.mamba_conv_states = wide[:, 2:6]
@@ -235,7 +235,7 @@ def test_the_embedder_may_put_other_live_states_in_place(allocator, context, gen
 
 
 def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
-    """Copiers, which take long to make, are made once for all views of the same memory."""
+    """Copiers are slow to make, so all views of the same memory share one."""
     allocator.restore_to_live(0, 5)
     copier = allocator._slots_to_live
     context.mamba_conv_states = context.mamba_conv_states[:]

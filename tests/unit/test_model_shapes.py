@@ -1,4 +1,4 @@
-"""Where a model's shape comes from: a name, a file or folder, or the local cache of the hub."""
+"""Sources of a model's shape: a name, a file or folder, or the local cache of the hub."""
 
 import json
 import sys
@@ -23,11 +23,11 @@ CONV, SSM = (6 * 32 + 2 * 3 * 24, 4), (6, 32, 24)
 
 @pytest.fixture
 def transformers():
-    """The library; and what is read of a file needs it."""
+    """Return transformers, which is needed to read a file."""
     return pytest.importorskip("transformers", reason="needs the extra transformers")
 
 
-# Layers with a state, channels of the convolution, and heads, head size and state size.
+# Layers with a state, convolution channels, heads, head size and state size.
 PUBLISHED = {
     "nemotron-h-8b": (24, 10240, (128, 64, 128)),
     "nemotron-nano-9b-v2": (27, 12288, (128, 80, 128)),
@@ -74,7 +74,7 @@ def test_without_transformers_a_configuration_cannot_be_read(tmp_path, monkeypat
         ("a\0b", "got"),
     ],
 )
-def test_a_model_that_is_not_there_says_what_is_allowed(model, said):
+def test_the_error_of_a_missing_model_lists_the_allowed_ones(model, said):
     with pytest.raises(InvalidArgumentError, match=said) as info:
         load_shape(model)
     assert str(info.value).startswith("model must be one of nemotron-h-8b,")
@@ -83,10 +83,10 @@ def test_a_model_that_is_not_there_says_what_is_allowed(model, said):
 
 @pytest.mark.parametrize("found", ["a file", None, object(), ValueError("no id"), "no library"])
 def test_a_hub_id_is_looked_up_in_the_local_cache(transformers, tmp_path, monkeypatch, found):
-    """Where huggingface_hub is installed; and nothing is downloaded."""
+    """This needs huggingface_hub; nothing is downloaded."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    shape = load_shape(str(path))  # which imports what transformers needs of the hub
+    shape = load_shape(str(path))  # imports transformers' part of the hub
 
     def look_up(hub_id, filename):
         assert (hub_id, filename) == ("someone/their-model", "config.json")

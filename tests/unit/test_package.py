@@ -1,4 +1,4 @@
-"""The package from outside: its front door, its version, and what it needs to be imported."""
+"""The package from outside: its exports, its version, and the imports that it needs."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ def forget(*packages: str) -> None:
 
 
 def defined_names(source: Source) -> set[str]:
-    """Public names that a module's own top-level statements bind, imports left out."""
+    """Return the public names bound by a module's top-level statements, except imports."""
     names: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -47,7 +47,7 @@ def defined_names(source: Source) -> set[str]:
 
 
 def test_front_door() -> None:
-    """Type checkers are told of each name where it is imported from at its first use."""
+    """Type checkers see the same source of each name as the lazy import at its first use."""
     [source] = [source for source in SOURCES if source.module == PACKAGE]
     told = {
         alias.name: node.module
@@ -73,7 +73,7 @@ def test_modules_of_the_front_door_are_attributes_and_no_other_name_is() -> None
 
 
 def test_all_leaves_nothing_public_out() -> None:
-    """That `__all__` is sorted, and names what is there, ruff sees."""
+    """ruff checks that `__all__` is sorted and that its names exist."""
     breaches = [
         f"{source.name}: {name} is public"
         for source in SOURCES
@@ -84,7 +84,7 @@ def test_all_leaves_nothing_public_out() -> None:
     assert breaches == []
 
 
-def test_others_import_only_what_is_exported() -> None:
+def test_other_packages_import_only_exported_names() -> None:
     submodules = {source.module for source in SOURCES}
     breaches = [
         f"{source.name}: {node.module}.{alias.name}"
@@ -112,7 +112,7 @@ def test_types_are_shipped() -> None:
 
 
 class NotInstalled:
-    """A finder that finds none of these packages, and remembers which were asked for."""
+    """A finder that hides these packages and records requests for them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names, self.asked = names, set[str]()
@@ -125,7 +125,7 @@ class NotInstalled:
 
 
 def test_import_asks_for_no_triton_and_no_extra(monkeypatch) -> None:
-    """Where there is no GPU there may be no Triton; what only some users need costs no other."""
+    """Without a GPU there may be no Triton; optional packages cost only their users."""
     finder = NotInstalled(NOT_ALWAYS_INSTALLED)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     with mock.patch.dict(sys.modules):

@@ -45,7 +45,7 @@ def request(tokens, request_id=None, **options):
 
 
 def cache_system(context, **options):
-    """Runs a prompt that goes on from the system prompt, at whose end a state is saved."""
+    """Run a prompt that continues the system prompt, with a state at the system prompt's end."""
     generate(context, [*SYSTEM, 1, 2, 3], 1, checkpoint_positions=[len(SYSTEM)], **options)
 
 
@@ -54,13 +54,13 @@ def skipped(context, tokens, **options):
 
 
 def crowd(context, rng, count=12):
-    """Prompts that nobody has seen, which need all room there is several times over."""
+    """Run new prompts that need the room of the whole pool several times over."""
     for _ in range(count):
         generate(context, rng.integers(0, VOCAB, 4 * BLOCK).tolist(), 1)
 
 
 def expired(num_requests=0):
-    """A context with a pin whose time is up, and what it holds; the pin's call was the last one."""
+    """Return a context with an expired pin that still holds its blocks; no call came since."""
     context, clock = small_context()
     cache_system(context)
     for number in range(num_requests):
@@ -71,7 +71,7 @@ def expired(num_requests=0):
     held = int(np.count_nonzero(context._pins.references))
     assert held == len(SYSTEM) // BLOCK
     clock.now += 60
-    assert len(context._pins.held) == 1  # nobody has called since
+    assert len(context._pins.held) == 1  # no call came since
     return context
 
 
@@ -98,13 +98,13 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(name):
-    """Whatever it is, reads included; and what the call returns does not count it any more."""
+    """Any call ends the pin, reads included; the call's result no longer counts the pin."""
     context = expired(num_requests=1)
     answer = CALLS[name](context)
     assert len(context._pins.held) == 0
     assert not context._pins.references.any()
     if name == "stats":
-        assert answer.used_blocks == 1  # of the request that runs
+        assert answer.used_blocks == 1  # the running request's block
     if name == "pins":
         assert answer == ()
     if name == "begin_step":
@@ -113,7 +113,7 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(name):
 
 
 def test_a_read_by_another_thread_leaves_pins_to_the_thread_that_calls():
-    """A call that the other one begins at that moment would be refused."""
+    """Otherwise a call that the context's thread begins at that moment would be refused."""
     context = expired()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: context.pins).result() == ()
@@ -140,7 +140,7 @@ def test_pins_without_an_end_and_those_that_are_not_over_cost_no_clock():
     lengths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     seed=st.integers(0, 2**16),
 )
-def test_whatever_is_pinned_stays_and_never_more_than_the_share(policy, lengths, seed):
+def test_pinned_entries_stay_within_the_share(policy, lengths, seed):
     context, _ = small_context(policy, max_pinned_share=0.34)
     pins = {}
     for number, length in enumerate(lengths):
@@ -169,7 +169,7 @@ def test_pins_take_no_more_than_their_share():
     for prompt in prompts:
         generate(context, [*prompt, 1], 1)
     pins = [context.pin(request(prompt)) for prompt in prompts[2:]]
-    again = context.pin(request(prompts[3]))  # of what is pinned already nothing more is taken
+    again = context.pin(request(prompts[3]))  # pinned entries take no more of the share
     generate(context, [*prompts[0], 1], 1)
     message = r"1 .* required, but only 0 .* available: for pins; unpin another prompt"
     with refused(context, MambaSlotCapacityError, message):
@@ -184,7 +184,7 @@ def test_pins_take_no_more_than_their_share():
 
 
 def test_states_inside_a_pinned_prompt_may_go(rng):
-    """Only what a hit on the pinned prompt needs is kept."""
+    """Only entries needed for a hit on the pinned prompt are kept."""
     context, _ = small_context()
     cache_system(context)
     generate(context, [*SYSTEM[:BLOCK], 9, 9], 1, checkpoint_positions=[BLOCK])
@@ -208,7 +208,7 @@ def test_a_pin_is_of_one_salt(rng):
     assert skipped(context, SYSTEM, cache_salt="a") == len(SYSTEM)
 
 
-def test_what_invalidates_a_state_by_name_ends_its_pin():
+def test_invalidating_a_state_by_name_ends_its_pin():
     context, _ = small_context()
     cache_system(context)
     pin = context.pin(request(SYSTEM))
@@ -218,7 +218,7 @@ def test_what_invalidates_a_state_by_name_ends_its_pin():
     context.check_invariants()
     add(context, "any", [3] * 5)
     assert context.stats().used_blocks == 1
-    context.unpin(pin)  # it is over already
+    context.unpin(pin)  # the pin has ended already
     context.check_invariants()
 
 
@@ -279,7 +279,7 @@ def test_references_of_no_pin_are_found():
 
 
 def test_a_pin_that_is_over_contradicts_nothing():
-    """It ended between two reads of the check, which found a slot that was pinned no more."""
+    """Regression: a pin expired between two reads of the check, which found an unpinned slot."""
     expired().check_invariants()
 
 

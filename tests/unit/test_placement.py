@@ -1,4 +1,4 @@
-"""Where checkpoints lie."""
+"""Checkpoint positions of the placements."""
 
 import pytest
 

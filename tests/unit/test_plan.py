@@ -1,4 +1,4 @@
-"""Budgets for a model and a workload, held to what is allocated and saved."""
+"""Budgets for a model and a workload, compared with the allocated bytes and saved states."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def nbytes(*tensors):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_bytes_planned_are_the_bytes_allocated(name):
-    """With fewer of each, so that they fit into any machine's memory."""
+    """The test allocates fewer requests, slots and blocks, to fit into any machine's memory."""
     shape = load_shape(name)
     plan = make_plan(shape, 200 * GIB, **WORKLOAD)
     few = {"max_requests": 2, "max_slots": 1, "num_kv_blocks": 2}
@@ -44,7 +44,7 @@ def test_the_bytes_planned_are_the_bytes_allocated(name):
 
 
 def saved_states(prompts, output_tokens, block):
-    """States that the last of ``prompts`` and its answer save in a context without a model."""
+    """Return the number of states saved for the last of ``prompts`` and its answer."""
     config = CacheConfig(
         block_size_tokens=block,
         ssm_chunk_size=block,
@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_leave_room_for_no_request():
         (96, 10_000, 0, 192),
     ],
 )
-def test_blocks_are_chunks_and_small_beside_what_is_shared(chunk, prompt, shared, expected):
+def test_blocks_are_chunks_and_small_beside_the_shared_prefix(chunk, prompt, shared, expected):
     assert suggest_block_size(chunk, prompt, shared) == expected
 
 

@@ -1,4 +1,4 @@
-"""How many digits of factors products have, by PyTorch's settings of the process."""
+"""Precision of matrix products by PyTorch's settings of the process."""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ MATMUL = {CPU: torch.backends.mkldnn.matmul, CUDA: torch.backends.cuda.matmul}
 
 @pytest.fixture(autouse=True)
 def settings():
-    """Gives back what a test sets."""
+    """Restore the settings after each test."""
     before = {device: matmul.fp32_precision for device, matmul in MATMUL.items()}
     yield
     for device, matmul in MATMUL.items():
@@ -57,7 +57,7 @@ def test_autocast_leaves_out_digits() -> None:
     assert has_all_digits(CPU)
 
 
-def test_what_has_all_digits_is_not_set(monkeypatch) -> None:
+def test_full_precision_changes_no_setting(monkeypatch) -> None:
     MATMUL[CPU].fp32_precision = "ieee"
     monkeypatch.setattr("mamba_cache._torch._set", None)
     with all_digits(CPU):

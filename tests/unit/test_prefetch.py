@@ -1,4 +1,4 @@
-"""Prefetches: what lies below the host tier is brought there, and nothing of it is wrong."""
+"""Prefetches: loads from lower tiers into the host tier, verified."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ from mamba_cache.tiers.entry import EntryKind
 
 
 class HeldTier:
-    """A lower tier of plain dicts. It answers when the test says so, in the test's thread."""
+    """A lower tier of plain dicts that answers on the test's call, in the test's thread."""
 
     name = "held"
 
@@ -53,7 +53,7 @@ class HeldTier:
         self.puts = []
 
     def end_loads(self, *refusals):
-        """End as many as there are answers for, or all well."""
+        """End all loads with these refusals, or all with success."""
         for index, (expected, into, done) in enumerate(self.loads):
             refusal = refusals[index] if refusals else None
             if refusal is None:
@@ -75,11 +75,11 @@ class HeldTier:
         self.is_healthy = False
 
     def check_invariants(self):
-        """There is nothing to check."""
+        """Check nothing."""
 
 
 def make(path, *, tier=None, **changes):
-    """A context over a disk, or over a tier that the test holds."""
+    """Return a context over a disk, or over the test's tier."""
     context = make_over(disk_cache_path=path, disk_cache_gb=0.01, **changes)
     if tier is not None:
         context.disk_tier.close()
@@ -89,13 +89,13 @@ def make(path, *, tier=None, **changes):
 
 @pytest.fixture
 def tier():
-    """A lower tier that has the prompt's entries."""
+    """Return a lower tier with the prompt's entries."""
     return HeldTier()
 
 
 @pytest.fixture
 def context(tmp_path, tier):
-    """A context that has nothing, over a tier that has the prompt."""
+    """Return an empty context over a tier with the prompt's entries."""
     first = make(tmp_path, tier=tier)
     generate(first, PROMPT, 2)
     first.wait_for_tiers()
@@ -110,8 +110,8 @@ def entries(context):
     return context.host_tier.stats().entries
 
 
-def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
-    """The state comes first: it takes as long as many blocks, and one thread to verify."""
+def test_computed_entries_are_offered_and_loaded(context, tier) -> None:
+    """The state is loaded first: it takes as long as many blocks, and one thread verifies it."""
     assert match(context).skip_tokens == 0
     prefetch = ask(context)
     assert (prefetch.state, prefetch.is_done) == (PrefetchState.PENDING, False)
@@ -133,7 +133,7 @@ def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
 
 
 def test_nothing_is_brought_twice(context, tier) -> None:
-    """Two requests of one prefix share a flight."""
+    """Two requests of one prefix share a load."""
     first, second = ask(context), ask(context)
     assert len(tier.loads) == 8
     assert (first.num_entries, second.num_entries) == (8, 8)
@@ -144,7 +144,7 @@ def test_nothing_is_brought_twice(context, tier) -> None:
 
 
 def test_a_flight_that_is_over_is_not_joined(context, tier, monkeypatch) -> None:
-    """Another thread ends it between the look and the joining: then the row is there."""
+    """Another thread ends the flight between lookup and join: by then the row is filled."""
     ask(context)
     join = prefetching.Flight.join
 
@@ -169,11 +169,11 @@ def test_without_a_disk_there_is_nothing_to_bring(settings) -> None:
     context.wait_for_tiers()
 
 
-def test_there_is_nothing_to_bring_of_another_prompt_or_salt_nor_from_a_sick_tier(
+def test_nothing_is_loaded_for_another_prompt_or_salt_or_from_an_unhealthy_tier(
     context, tier
 ) -> None:
     assert ask(context, OTHER).state is PrefetchState.NOTHING
-    assert ask(context, PROMPT[:8]).state is PrefetchState.NOTHING  # nothing would be left
+    assert ask(context, PROMPT[:8]).state is PrefetchState.NOTHING  # no token left to compute
     salted = Request(request_id="one", prompt_tokens=PROMPT, cache_salt="other")
     assert context.prefetch(salted).state is PrefetchState.NOTHING
     tier.is_healthy = False
@@ -209,8 +209,8 @@ def test_the_next_best_boundary_is_brought_where_a_block_is_missing(context, tie
     assert match(context).skip_tokens == 48
 
 
-def test_what_the_host_tier_has_is_not_brought(tmp_path, context, tier) -> None:
-    """And what it has makes no room for what comes."""
+def test_entries_in_the_host_tier_are_not_loaded(tmp_path, context, tier) -> None:
+    """Entries in the host tier are not evicted for arriving entries."""
     prefetch = ask(context, PROMPT[:50])
     assert prefetch.skip_tokens == 48
     tier.end_loads()
@@ -220,7 +220,7 @@ def test_what_the_host_tier_has_is_not_brought(tmp_path, context, tier) -> None:
     assert match(context).skip_tokens == 56
 
 
-def test_a_deadline_ends_the_waiting_and_what_comes_later_is_kept(context, tier) -> None:
+def test_a_deadline_ends_the_wait_and_late_entries_are_kept(context, tier) -> None:
     prefetch = ask(context, timeout_seconds=0)
     assert prefetch.wait() is PrefetchState.TIMED_OUT
     assert not match(context).skip_tokens
@@ -229,7 +229,7 @@ def test_a_deadline_ends_the_waiting_and_what_comes_later_is_kept(context, tier)
     assert match(context).skip_tokens == 56
 
 
-def test_what_is_cancelled_leaves_rows_free(context, tier) -> None:
+def test_a_cancelled_prefetch_leaves_rows_free(context, tier) -> None:
     prefetch = ask(context)
     prefetch.cancel()
     assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
@@ -239,11 +239,11 @@ def test_what_is_cancelled_leaves_rows_free(context, tier) -> None:
     assert entries(context) == {"kv": 0, "state": 0}
     done = ask(context)
     tier.end_loads()
-    done.cancel()  # too late to matter
+    done.cancel()  # too late for an effect
     assert done.state is PrefetchState.READY
 
 
-def test_what_another_still_wants_is_kept_when_one_cancels(context, tier) -> None:
+def test_entries_that_another_prefetch_needs_survive_a_cancel(context, tier) -> None:
     first, second = ask(context), ask(context)
     first.cancel()
     tier.end_loads()
@@ -251,8 +251,8 @@ def test_what_another_still_wants_is_kept_when_one_cancels(context, tier) -> Non
     assert match(context).skip_tokens == 56
 
 
-def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
-    """The row has another generation by then; all who waited for one prompt are told."""
+def test_loads_that_end_after_a_reset_are_discarded(context, tier) -> None:
+    """The reset changes the row's generation and cancels all prefetches of the prompt."""
     handles = [ask(context) for _ in range(3)]
     loads, tier.loads = tier.loads, []
     context.reset()
@@ -271,7 +271,7 @@ def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
 @pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("method", ["load", "put"])
 def test_a_tier_that_raises_has_no_row_left(context, tier, monkeypatch, method, is_slow) -> None:
-    """What it was handed ends once it has done it: at once, or at the reset."""
+    """Accepted jobs end when the tier finishes them: immediately, or at the reset."""
     kept = getattr(tier, method)
     answers = iter([False] if is_slow else [])
     flush = tier.flush
@@ -299,10 +299,8 @@ def test_a_tier_that_raises_has_no_row_left(context, tier, monkeypatch, method, 
     assert match(context).skip_tokens == 56
 
 
-def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
-    context, tier, monkeypatch
-) -> None:
-    """It took ten seconds, of which the second one has seen one."""
+def test_joining_a_load_under_way_measures_no_speed(context, tier, monkeypatch) -> None:
+    """The load took ten seconds; the second prefetch waited for one of them."""
     clock = ManualClock()
     monkeypatch.setattr(prefetching, "time", clock)
     planner = context._tiering.planners.disk
@@ -319,19 +317,19 @@ def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
 
 
 @pytest.mark.parametrize("kind", EntryKind)
-def test_what_is_wrong_and_has_just_come_up_is_not_matched(context, tier, kind) -> None:
-    """Its load is over, and the context has not looked since."""
+def test_a_wrong_entry_that_was_just_loaded_is_not_matched(context, tier, kind) -> None:
+    """The load has ended, and the context has not polled since."""
     prefetch = ask(context)
     tier.end_loads()
     assert prefetch.state is PrefetchState.READY
     digest = next(key.digest for key in tier.stored if key.kind is kind)
     context._tiering.remove(kind, None, digest)
-    match(context)  # takes over what has come
+    match(context)  # collects finished loads
     assert digest not in context.host_tier[kind]
 
 
-def test_what_was_damaged_before_it_was_stored_is_stored_anew(context, tier) -> None:
-    """A bit turned in host memory on the way down: what lies below verifies, and is of no use."""
+def test_an_entry_damaged_before_it_was_stored_is_stored_again(context, tier) -> None:
+    """A bit flipped in host memory before the store: the stored entry verifies, but is damaged."""
     facts, payload = next(v for v in tier.stored.values() if v[0].prefix_tokens == 56)
     tier.stored[facts.key] = facts, bytes([payload[0] ^ 1]) + payload[1:]
     ask(context)
@@ -347,13 +345,13 @@ def test_what_was_damaged_before_it_was_stored_is_stored_anew(context, tier) -> 
     assert tier.stored[facts.key] == (facts, payload)
 
 
-def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
+def test_with_little_room_the_entries_that_fit_are_loaded(tmp_path, context, tier) -> None:
     small = make(tmp_path, tier=tier, num_host_blocks=3, num_host_states=1)
     prefetch = ask(small)
     tier.end_loads()
     assert prefetch.state is PrefetchState.READY
     assert match(small).skip_tokens == prefetch.skip_tokens == 24
-    # Rows that others have for now: what is left is of no use to this request.
+    # Other loads hold the rows for now: the remaining entries are useless to this request.
     small.reset()
     some = next(iter(tier.stored.values()))[0]
     other = replace(some, key=replace(some.key, kind=EntryKind.KV, digest=b"x" * 16))
@@ -372,7 +370,7 @@ def test_a_slow_tier_is_not_worth_it(tmp_path, context, tier) -> None:
     fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
     quick = make(tmp_path, tier=tier, planner=fast)
     assert ask(quick).state is PrefetchState.NOTHING
-    # Nor is what the host tier has: it is not brought again.
+    # Entries in the host tier are not worth loading either, and are not fetched again.
     ask(context)
     tier.end_loads()
     assert match(context).skip_tokens == 56
@@ -385,7 +383,7 @@ def test_a_slow_tier_is_not_worth_it(tmp_path, context, tier) -> None:
 def test_entries_are_worth_the_tokens_before_their_boundary(
     tmp_path, context, tier, seconds, is_worth_it
 ) -> None:
-    """All of the prompt but its last five tokens, of which each takes a second."""
+    """Loading saves computing all but the last five prompt tokens, one second each."""
     one_a_second = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
     other = make(tmp_path, tier=tier, planner=one_a_second)
     other._tiering.planners.disk.rates = Rates(1e15, seconds, 1.0)
@@ -416,7 +414,7 @@ def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
 
 
 def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monkeypatch) -> None:
-    """What was measured once would decide for ever otherwise."""
+    """Otherwise one measurement would decide for ever."""
     monkeypatch.setattr("mamba_cache.context.tiering._TRIAL_EVERY", 3)
     context._tiering._is_waited_for = True
     context._tiering.planners.host.rates = Rates(tokens_per_second=1e12)
@@ -425,7 +423,7 @@ def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monk
 
 
 def test_hits_are_offered_again(context, tier) -> None:
-    """So that what is used for the second time is written, wherever it was found."""
+    """An entry is written at its second use, in whichever tier it was found."""
     tier.stored.clear()
     generate(context, PROMPT, 2)
     tier.puts = [(facts, payload, done) for facts, payload, done in tier.puts]
@@ -481,7 +479,7 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
 
 
 def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
-    """It writes from the host's rows and reads into them."""
+    """The disk writes from host rows and reads into host rows."""
     for number, (settings, kinds) in enumerate((
         ({}, {"kv", "state"}),
         ({"num_host_states": 0}, {"kv"}),
@@ -493,7 +491,7 @@ def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("uses", [1, 2])
-def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path, uses) -> None:
+def test_a_state_that_a_disk_takes_at_once_needs_no_worth_for_a_row(tmp_path, uses) -> None:
     context = make(
         tmp_path, num_host_states=2, max_slots=4, slot_policy="adaptive", write_on_use=uses
     )
@@ -503,7 +501,7 @@ def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path
         context.wait_for_tiers()
     is_stored = [bool(match(context, prompt).arriving_tokens or ask(context, prompt).num_entries)
                  for prompt in once]  # fmt: skip
-    assert is_stored[:2] == [uses == 1] * 2  # their slots were given to others since
+    assert is_stored[:2] == [uses == 1] * 2  # other states have taken their slots since
     assert (context.host_tier.dropped["refused"] > 0) == (uses == 2)
     context.close()
 
@@ -523,11 +521,11 @@ def test_arguments_are_checked(context, tmp_path) -> None:
             make_context(on_disk, **options)
 
 
-def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
-    """Not of the CPU beside it: two kinds of GPUs do not compute the same bits."""
+def test_default_numerics_are_those_of_the_contexts_device() -> None:
+    """Numerics of the CPU would not do: two kinds of GPUs do not compute the same bits."""
     specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
     config = make_config(hash_secret=b"s")
-    cpu, device = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
+    cpu, device = torch.device("cpu"), torch.device("meta")  # stands for a GPU
     assert identity_of(None, config, *specs, cpu) is None
     assert identity_of(IDENTITY, config, *specs, cpu) == CacheIdentity.of(IDENTITY, config, *specs)
     made = identity_of(IDENTITY, config, *specs, device)
@@ -542,7 +540,7 @@ def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
         assert identity_of(given, config, *specs, device) == own
 
 
-def test_a_context_that_nobody_closes_lets_go_of_the_disk(tmp_path) -> None:
+def test_an_unclosed_context_releases_the_disk(tmp_path) -> None:
     context = make(tmp_path)
     generate(context, PROMPT, 2)
     gone = weakref.ref(context.disk_tier)

@@ -1,4 +1,4 @@
-"""Metrics of a cache, as Prometheus reads them."""
+"""Metrics of a cache for Prometheus."""
 
 import dataclasses
 import importlib
@@ -42,7 +42,7 @@ class Source:
 
 
 def scrape(registry):
-    """{sample name: {frozen labels: value}} of what Prometheus would read."""
+    """Return {sample name: {frozen labels: value}} as Prometheus reads them."""
     samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -101,7 +101,7 @@ def test_names_follow_the_conventions(seed):
 
 
 def tier_samples(cache):
-    """{(metric, label values): value} of the tiers of a cache that is called ``a``."""
+    """Return {(metric, label values): value} of the tiers of the cache named ``a``."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for metric in CacheCollector({"a": cache}).collect()
@@ -182,7 +182,7 @@ def test_calls_are_measured_where_that_is_asked_for(seed, monkeypatch):
     prompt = [random.Random(seed).randrange(13) for _ in range(20)]
     tokens, _, _ = generate(watched, prompt, 3)
     generate(other, prompt, 3)
-    with pytest.raises(StepOrderError):  # which is measured, too
+    with pytest.raises(StepOrderError):  # measured, too
         watched.begin_step()
     samples = scrape(registry)
     counts = {

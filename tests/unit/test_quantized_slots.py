@@ -1,4 +1,4 @@
-"""A context whose slots are quantised: its budget, its hits, and what is refused."""
+"""A context with quantised slots: budget, hits, refusals."""
 
 import pytest
 import torch

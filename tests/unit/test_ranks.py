@@ -1,4 +1,4 @@
-"""Several ranks of one model resume alike from tiers that hold other things."""
+"""Several ranks of one model resume at the same boundary from tiers with different entries."""
 
 from unittest import mock
 
@@ -29,7 +29,7 @@ UNCACHED = UncachedRuns()
 
 
 def make_ranks(*changes):
-    """Ranks with the settings of each, and what they agree by."""
+    """Return ranks with these settings and their exchange."""
     exchange, parts = Exchange(len(changes)), []
     for rank, own in enumerate(changes):
         parallel = ParallelRank(tensor=rank, tensor_size=len(changes))
@@ -44,7 +44,7 @@ def request(prompt=PROMPT, request_id="only", **options):
 
 
 def run(ranks, prompt, count=1, request_id="only", **options):
-    """Runs a request to its end; each rank's logits are those of a run without a cache."""
+    """Run a request to its end; each rank's logits must equal those without a cache."""
     admission = ranks.add_request(request(prompt, request_id, **options))
     go_on(ranks, prompt, count, request_id)
     return admission
@@ -79,7 +79,7 @@ def row_of(context, kind, digest):
 
 
 def fill(ranks):
-    """The prompt, with states after two and three blocks, is in the tiers and not on the GPU."""
+    """Put the prompt, with states after two and three blocks, into the tiers, not on the GPU."""
     run(ranks, PROMPT, checkpoint_positions=[16])
     for prompt in OTHERS:
         run(ranks, prompt, 2)
@@ -90,8 +90,8 @@ def resume(ranks):
     return run(ranks, PROMPT, 3, "again")
 
 
-def test_what_all_ranks_have_is_resumed_and_costs_four_exchanges():
-    """To find it, to hold it, to begin its load, and to know that its bytes are right."""
+def test_a_prefix_on_all_ranks_is_resumed_with_four_exchanges():
+    """The exchanges find the prefix, hold it, begin its load, and verify its bytes."""
     ranks = fill(make_ranks({}, {}, {}))
     before = ranks.exchange.num_rounds
     admission = resume(ranks)
@@ -100,18 +100,18 @@ def test_what_all_ranks_have_is_resumed_and_costs_four_exchanges():
 
 
 def test_where_no_tier_could_have_more_nothing_is_exchanged():
-    """The GPU has all that can be skipped, the prompt has no block, or the step loads nothing."""
+    """The GPU has every skippable block, the prompt has no block, or the step loads nothing."""
     ranks = make_ranks({}, {})
     run(ranks, [1, 2, 3])
     assert not ranks.exchange.num_rounds
     run(ranks, PROMPT, 5)
-    assert ranks.exchange.num_rounds == 1  # as it was added
+    assert ranks.exchange.num_rounds == 1  # at its admission
     assert run(ranks, PROMPT, 5).skip_tokens == 24
     assert ranks.exchange.num_rounds == 1
 
 
 def test_ranks_intersect_sets_of_boundaries():
-    """One has lost the last boundary's state, the other one has it: both take the one before."""
+    """One rank has lost the last boundary's state: both resume at the boundary before."""
     ranks = fill(make_ranks({}, {}))
     assert ranks.parts[1].host_tier[STATE].remove(digest_of(ranks, 2))
     assert ranks.match(request()).skip_tokens == 16
@@ -119,15 +119,15 @@ def test_ranks_intersect_sets_of_boundaries():
 
 
 def test_ranks_go_by_the_slowest_of_them():
-    """One would load, for another one computing is quicker: none loads."""
+    """Loading is faster on one rank, computing on the other: neither loads."""
     slow = LoadPlanner(Rates(1.0, 0.0, 1e9), learns=False)
     ranks = fill(make_ranks({}, {}))
     ranks.parts[1]._tiering.planners.host = slow
     assert resume(ranks).skip_tokens == 0
 
 
-def test_the_host_tiers_policy_takes_no_part_in_what_ranks_save():
-    """What is worth a row but no slot would have one, on the rank that has the row."""
+def test_the_host_tiers_policy_does_not_affect_the_states_that_ranks_save():
+    """Otherwise only the rank with a host row would give a slot to a state worth just a row."""
     sizes = {"max_slots": 1, "num_kv_blocks": 60}
     ranks = make_ranks({"num_host_states": 0, **sizes}, {"num_host_states": 30, **sizes})
     for again in range(4):
@@ -139,7 +139,7 @@ def test_the_host_tiers_policy_takes_no_part_in_what_ranks_save():
 
 
 def test_copies_of_ranks_pin_no_slot():
-    """They end at other times, and a slot that is pinned is not given up."""
+    """Copies end at different times by rank, and a pinned slot cannot be evicted."""
     ranks = make_ranks({}, {})
     late = install(ranks.parts[1], LateTransfers)
     for prompt in [PROMPT, *OTHERS]:
@@ -150,11 +150,11 @@ def test_copies_of_ranks_pin_no_slot():
 
 
 class ExchangeError(Exception):
-    """What an exchange raises when a rank has died."""
+    """The error of an exchange with a dead rank."""
 
 
 class Breaks:
-    """An agreement with one rank alone, which breaks off at a certain exchange."""
+    """An agreement of a single rank that raises at exchange ``at``."""
 
     def __init__(self, at):
         self.left = at
@@ -168,7 +168,7 @@ class Breaks:
 
 @pytest.mark.parametrize("at", range(4))
 def test_an_exchange_that_breaks_off_leaves_nothing_held(at):
-    """Whichever of the four it is: what the call had taken is given back."""
+    """At each of the four exchanges, the call releases its holds."""
     agreement = Breaks(99)
     context = make_tiered(options={"agreement": agreement}, hash_secret=b"s")
     alone = Ranks([context], Exchange(1))
@@ -197,7 +197,7 @@ def clock():
 
 @pytest.fixture
 def disks(tmp_path, clock):
-    """Two ranks whose disks have the prompt, with states after two and three blocks."""
+    """Return two ranks whose disks have the prompt, with states after two and three blocks."""
     settings = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     ranks = make_ranks(settings, settings)
     run(ranks, PROMPT, checkpoint_positions=[16])
@@ -217,12 +217,12 @@ def tier_of(ranks, rank):
 
 
 def prefetch(ranks, prompt=PROMPT, **options):
-    """What each rank has of it."""
+    """Return each rank's prefetch."""
     return ranks.of_first[id(ranks.prefetch(request(prompt), **options))]
 
 
 def state_of(handles):
-    """It is the same on all."""
+    """Return the state, which is equal on all ranks."""
     [state] = {handle.state for handle in handles}
     return state
 
@@ -233,11 +233,11 @@ def test_a_prefetch_is_done_when_it_is_on_all_ranks(disks):
     disks.poll_tiers()
     assert handles[0].own_state is PrefetchState.READY
     assert state_of(handles) is PrefetchState.PENDING
-    # Until then nobody has it, and all know what is on its way.
+    # Until then no rank uses the prefix, and all ranks report it as arriving.
     found = disks.match(request())
     assert (found.skip_tokens, found.arriving_tokens) == (0, 24)
     tier_of(disks, 1).flush()
-    assert state_of(handles) is PrefetchState.PENDING  # they have not told each other
+    assert state_of(handles) is PrefetchState.PENDING  # no exchange since
     disks.poll_tiers()
     assert state_of(handles) is PrefetchState.READY
     found = disks.match(request())
@@ -254,8 +254,8 @@ def test_nothing_is_exchanged_for_a_prompt_without_a_block(disks):
     assert disks.exchange.num_rounds == before
 
 
-def test_what_failed_on_one_rank_is_on_its_way_on_all_until_all_know(disks):
-    """The rig compares what ``match`` says: an engine that goes by it does the same on all."""
+def test_a_load_that_failed_on_one_rank_is_arriving_on_all_until_the_next_exchange(disks):
+    """The rig compares ``match`` on all ranks, so that engines act alike on all."""
     tier = tier_of(disks, 1)
     tier.is_late = True
     handles = prefetch(disks)
@@ -281,7 +281,7 @@ def test_ranks_that_wait_find_out_together(disks, clock, end):
 
 
 def test_ranks_share_a_store_by_identity_and_rank(clock):
-    """New processes find what those of the same rank have left, once all stores have answered."""
+    """New processes find the entries of their rank, once all stores have answered."""
     shared = {"store": MemoryStore(), "write_on_use": 1}
     first = make_ranks(shared, shared)
     run(first, PROMPT)
@@ -292,7 +292,7 @@ def test_ranks_share_a_store_by_identity_and_rank(clock):
     assert set(second.run([handle.wait for handle in handles])) == {PrefetchState.READY}
     assert run(second, PROMPT, 2).skip_tokens == 24
     second.close()
-    other_model = make_ranks(shared)  # of one rank
+    other_model = make_ranks(shared)  # a single rank
     [handle] = prefetch(other_model)
     assert other_model.run([handle.wait]) == (PrefetchState.NOTHING,)
     other_model.close()

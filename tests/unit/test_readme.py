@@ -21,7 +21,7 @@ def test_commands_have_the_options_that_are_shown() -> None:
 
 
 def test_the_times_are_those_of_the_runs_that_are_kept() -> None:
-    """If this fails, `python docs/figures/tables.py` writes them anew."""
+    """If this fails, run `python docs/figures/tables.py` to rewrite the times."""
     tables = runpy.run_path(str(ROOT / "docs" / "figures" / "tables.py"))
     shown = README.split(tables["BEGIN"])[1].split(tables["END"])[0]
     assert shown.strip() == tables["readme_block"]()

@@ -44,7 +44,7 @@ def make_caches(config=CONFIG, dtype=torch.float64, *, num_rows=4, num_slots=4):
 
 
 def start(caches, tokens, row):
-    """A fresh request in ``row``, whose live state is zeroed as ``begin_step`` does it."""
+    """Return a fresh request in ``row``; zero its live state as ``begin_step`` does."""
     for tensor in caches.live_states.tensors.values():
         tensor[:, row] = 0
     first = row * BLOCKS_PER_SEQUENCE
@@ -60,7 +60,7 @@ def bits(tensor):
 
 
 def logits_by_the_formulas(model, tokens):
-    """Logits of every position, each layer written out once more over the whole sequence."""
+    """Return logits of every position by a second implementation over the whole sequence."""
 
     def norm(x):
         return F.rms_norm(x, x.shape[-1:], eps=1e-5)
@@ -127,7 +127,7 @@ def _attention_by_the_formulas(layer, x):
 
 
 def test_follows_the_papers_formulas(generator):
-    """For two requests in rows of any order: whole, in chunks and token by token, side by side."""
+    """Two requests in rows of any order: whole, in chunks and token by token, in one batch."""
     model = HybridModel(CONFIG, dtype=torch.float64, seed=1)
     prompts = [draw_tokens(generator, 27) for _ in range(2)]
     expected = [logits_by_the_formulas(model, tokens) for tokens in prompts]
@@ -184,7 +184,7 @@ def test_a_seed_names_the_weights():
 
 
 def test_forward_reads_nothing_back_from_the_device(generator):
-    """On the meta device tensors have no values: whatever needs one on the host raises."""
+    """Tensors on the meta device have no values: reading one on the host raises."""
     model = HybridModel(CONFIG, dtype=torch.float64, device="meta")
     caches = make_caches()
     decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (0, 1))
@@ -199,7 +199,7 @@ def test_forward_reads_nothing_back_from_the_device(generator):
     caches.kv_cache = caches.kv_cache.to("meta")
     for pool in (caches.live_states, caches.slots):
         pool.tensors = {name: tensor.to("meta") for name, tensor in pool.tensors.items()}
-    # Its plain twin serves the CPU; tests/gpu hold the kernel to waiting for nothing.
+    # The plain twin serves the CPU; tests/gpu check that the kernel does not synchronise.
     caches.extract_checkpoint_states = lambda *_: None
     logits = model.forward(dataclasses.replace(metadata, **on_meta), caches)
     assert logits.shape == (3, 256)
@@ -207,7 +207,7 @@ def test_forward_reads_nothing_back_from_the_device(generator):
 
 
 def test_rows_of_other_requests_keep_their_bits(generator):
-    """Live states, KV blocks and slots that the step does not name stay as they are."""
+    """Live states, KV blocks and slots that the step does not name stay unchanged."""
     model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
     decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (2, 0))
     run_step(model, caches, [], [Work(decoding, 9)])
@@ -225,7 +225,7 @@ def test_rows_of_other_requests_keep_their_bits(generator):
 
 
 def test_padding_rows_change_nothing(generator):
-    """A padded tail that ran through prefill put its tokens into the state elsewhere."""
+    """In another system, a padded tail that ran through prefill changed the state."""
     model = HybridModel(CONFIG, dtype=torch.float64)
     tokens = draw_tokens(generator, 21)
     results = []
@@ -252,7 +252,7 @@ def test_forward_refuses_foreign_caches_and_empty_steps(generator):
 
 
 def test_chunks_longer_than_the_scan_takes_are_refused():
-    """A context with chunks of 256 over a scan of 64 gave tokens from memory nobody had written."""
+    """Regression: chunks of 256 over a scan of 64 produced tokens from unwritten memory."""
     model = HybridModel(dtype=torch.float64)
     config = CacheConfig(num_kv_blocks=8, max_slots=2)
     context = DynamicInferenceContext(
@@ -264,7 +264,7 @@ def test_chunks_longer_than_the_scan_takes_are_refused():
 
 
 def test_ssm_state_is_kept_in_the_dtype_of_the_scan():
-    """A pool narrower than its kernel made hits differ from misses elsewhere."""
+    """In another system, a pool narrower than its kernel made hits differ from misses."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         conv, ssm = CONFIG.state_spec(dtype).tensors
         assert (conv.num_layers, conv.shape, conv.dtype) == (2, (48, 3), dtype)
@@ -289,7 +289,7 @@ def test_ssm_state_is_kept_in_the_dtype_of_the_scan():
         ({"num_groups": 3}, "mamba_num_heads must be a multiple of num_groups \\(3\\), got 4"),
     ],
 )  # fmt: skip
-def test_config_refuses_what_does_not_fit(changes, message):
+def test_config_refuses_inconsistent_sizes(changes, message):
     with pytest.raises(InvalidArgumentError, match=message):
         dataclasses.replace(CONFIG, **changes)
 

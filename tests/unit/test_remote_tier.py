@@ -1,4 +1,4 @@
-"""The store tier: what it says is stored is stored, what it brings is what was put."""
+"""The store tier: an entry reported as stored is stored, and loads equal puts."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ def bench(monkeypatch):
 
 
 def calls_of(bench):
-    """The calls of the store from now on, with their keys."""
+    """Record the calls of the store from now on, with their keys."""
     calls = []
     for name in ("exists_many", "put_many", "get_many_into", "remove"):
         original = getattr(bench.memory, name)
@@ -44,7 +44,7 @@ def calls_of(bench):
     return calls
 
 
-def test_what_was_put_comes_back_in_another_process(bench, monkeypatch) -> None:
+def test_a_put_entry_is_loaded_in_another_process(bench, monkeypatch) -> None:
     for kind in EntryKind:
         assert bench.put(1, kind) is None
         assert bench.load(1, kind) == bytes(payload_of(1, kind))
@@ -59,7 +59,7 @@ def test_what_was_put_comes_back_in_another_process(bench, monkeypatch) -> None:
 
 
 def test_an_entry_is_stored_in_this_order(bench) -> None:
-    """Chunks, whether they exist, the header, whether it exists; and only then it is stored."""
+    """Put chunks, check them, put the header, check it; only then the entry counts as stored."""
     calls, key = calls_of(bench), str(facts_of(1).key)
     chunks = [f"{key}/{index}" for index in range(5)]
     assert bench.put(1) is None
@@ -80,7 +80,7 @@ def test_an_entry_is_stored_in_this_order(bench) -> None:
 
 
 def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
-    """Neither by this process, which knows, nor by another, which asks; a minute later it asks."""
+    """This process remembers it for a minute, then asks the store; another process asks at once."""
     assert bench.put(1) is None
     calls = calls_of(bench)
     assert bench.put(1) is None
@@ -114,7 +114,7 @@ def damaged(blob, what):
     ],
 )
 def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
-    """It is refused by reason, not asked for again, removed, and can be written anew."""
+    """The entry is refused with a reason, removed, not looked up again, and can be rewritten."""
     bench.put(1)
     name = name_of(1, chunk)
     blob = damaged(bench.memory._blobs.pop(name), what)
@@ -131,13 +131,13 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
         assert refusal is reasons.get(what, Refusal.MAC)
     assert bench.names() == []
     assert bench.tier.stats().refused == {refusal.value: 1}
-    assert bench.load(1) is Refusal.MISSING  # it is known to be bad, so nobody asks
+    assert bench.load(1) is Refusal.MISSING  # known to be bad: no lookup
     assert bench.ask(1) == [False]
     assert bench.put(1) is None
     assert bench.load(1) == bytes(payload_of(1))
 
 
-def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -> None:
+def test_a_bad_entry_that_cannot_be_removed_is_neither_found_nor_rewritten(bench) -> None:
     """A store keeps the first bytes of a key, so putting it again would publish the bad ones."""
     bench.put(1)
     bench.faulty.inject("remove", Trouble.FAIL, fault=StoreFault.LEASED)
@@ -153,7 +153,7 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     assert bench.load(1) == bytes(payload_of(1))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1800, 3000])  # as many chunks, or fewer
+@pytest.mark.parametrize("chunk_bytes", [1800, 3000])  # equally many chunks, or fewer
 def test_chunks_of_another_size_are_refused(bench, chunk_bytes) -> None:
     other = Bench(store=bench.memory, chunk_bytes=chunk_bytes)
     assert other.put(1) is None
@@ -163,8 +163,8 @@ def test_chunks_of_another_size_are_refused(bench, chunk_bytes) -> None:
 
 @pytest.mark.parametrize("lost", [None, 0])
 @pytest.mark.parametrize("trouble", [Trouble.DROP, Trouble.LOSE])
-def test_what_a_store_says_is_stored_is_not_believed(bench, lost, trouble) -> None:
-    """A chunk is not there though the put returned 0, or the header is not."""
+def test_a_successful_put_is_verified(bench, lost, trouble) -> None:
+    """A chunk or the header is missing though the put returned 0."""
     name = name_of(1, lost)
     bench.faulty.inject("put_many", trouble, matches=lambda key: key == name)
     assert bench.put(1) is Refusal.MISSING
@@ -247,8 +247,8 @@ def test_a_first_look_that_ends_late_takes_back_no_failure(monkeypatch) -> None:
     tier.close()
 
 
-def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
-    """And nobody waits for the calls that are under way."""
+def test_jobs_queued_at_a_failing_store_end_at_once(bench) -> None:
+    """No caller waits for the calls under way either."""
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.HANG, times=2)
     answers = [Answer() for _ in range(5)]
@@ -270,7 +270,7 @@ def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
 HANGS = ("get_many_into", Trouble.HANG)
 
 
-def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_returns(
+def test_a_hanging_call_times_out_and_its_memory_is_never_used_before_it_returns(
     bench,
 ) -> None:
     bench.put(1)
@@ -285,10 +285,10 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     bench.turn(0.25)
     assert answer.get() is Refusal.TIMEOUT
     assert bench.tier.stats().hung == 1
-    assert not bench.tier.is_healthy  # one answer that is overdue is enough
+    assert not bench.tier.is_healthy  # one overdue answer is enough
     bench.tier.check_invariants()
     bench.recover()
-    for number in (1, 2, 1):  # others go on, with other memory
+    for number in (1, 2, 1):  # other threads continue, with other memory
         assert bench.load(number) == bytes(payload_of(number))
     others = [worker.memory for worker in bench.tier._workers]
     assert all(memory is not other for other in others)
@@ -305,7 +305,7 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     assert (stats.given_up, stats.hung, dict(stats.refused)) == (1, 0, {"timeout": 1})
 
 
-def test_a_put_that_hangs_is_given_up(bench) -> None:
+def test_a_hanging_put_times_out(bench) -> None:
     bench.faulty.inject("put_many", Trouble.HANG, times=1)
     answer, payload = Answer(), memoryview(bytearray(payload_of(1)))
     assert bench.tier.put(facts_of(1), payload, answer)
@@ -323,7 +323,7 @@ def test_a_put_that_hangs_is_given_up(bench) -> None:
 
 
 def test_loads_leave_one_thread_for_all_else(bench) -> None:
-    """A store whose reads hang still says what it has, and takes what is new."""
+    """A store whose reads hang still answers lookups and accepts puts."""
     assert bench.put(1) is None
     bench.faulty.inject("get_many_into", Trouble.HANG)
     answers = [bench.begin_load(1) for _ in range(5)]
@@ -337,7 +337,7 @@ def test_loads_leave_one_thread_for_all_else(bench) -> None:
 
 
 def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
-    """They keep their memory. When they return they are used again, or end."""
+    """Hung threads keep their memory. When they return they are used again, or end."""
     bench.put(1)
     bench.faulty.inject("health", Trouble.HANG)
     bench.faulty.inject("get_many_into", Trouble.HANG)
@@ -371,7 +371,7 @@ def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
 
 
 def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
-    """Two errors in a row are two failures, like any."""
+    """Two exceptions in a row count as two failures."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
     bench.put(1)
@@ -385,7 +385,7 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
 
 
 def test_a_store_that_raises_as_memory_is_taken_back_is_closed(monkeypatch) -> None:
-    """Closing waited for ever for the thread that this ended."""
+    """Regression: closing waited for ever for the thread that the exception had ended."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
     bench = Bench(monkeypatch)
@@ -403,7 +403,7 @@ def test_a_store_that_raises_as_memory_is_taken_back_is_closed(monkeypatch) -> N
 
 
 def test_an_interrupt_of_a_caller_leaves_nothing_queued(bench) -> None:
-    """A job that was known but had no call in a queue was waited for without end.
+    """Regression: a registered job without a queued call was waited for without end.
 
     A signal may come wherever a function begins.
     """
@@ -425,8 +425,8 @@ def test_an_interrupt_of_a_caller_leaves_nothing_queued(bench) -> None:
 
 
 def was_interrupted(call, number):
-    """Call, and have an interrupt come after ``number`` functions of the tier have begun."""
-    num_entered = 0  # and no frames, which would keep each other until the collector comes
+    """Call, and interrupt after ``number`` functions of the tier have begun."""
+    num_entered = 0  # a count, as frames would form cycles
 
     def trace(frame, event, _):
         nonlocal num_entered
@@ -447,7 +447,7 @@ def was_interrupted(call, number):
 
 
 def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
-    """A call of the store names each key once; after a reset nobody knows of the first flight."""
+    """A store call names each key once; after a reset the first flight is forgotten."""
     bench.put(1)
     gate, exists = threading.Event(), bench.memory.exists_many
     bench.memory.exists_many = lambda keys: gate.wait(60) and exists(keys)
@@ -476,7 +476,7 @@ def test_loads_do_not_wait_for_puts(monkeypatch) -> None:
     bench.tier.close()
 
 
-def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> None:
+def test_close_ends_queued_jobs_and_does_not_wait_for_ever(monkeypatch) -> None:
     bench = Bench(monkeypatch, num_threads=2, call_seconds=0.05, owns_store=True)
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.HANG)
@@ -498,7 +498,7 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
 
 
 def test_a_store_is_not_called_any_more_when_its_tier_is_closed(monkeypatch) -> None:
-    """By a thread that was between two calls."""
+    """A thread is between two calls when the tier closes."""
     bench = Bench(monkeypatch, call_seconds=0.05)
     copy, began = lower._copy, threading.Event()
 
@@ -524,7 +524,7 @@ def test_a_store_that_was_given_is_not_closed(bench) -> None:
 
 
 def test_of_many_puts_a_thread_takes_some(bench) -> None:
-    """So that the others have something to do, and nobody waits for all of them."""
+    """Other threads share the puts, so no caller waits for all of them."""
     bench.tier._max_jobs = 2
     bench.faulty.inject("exists_many", Trouble.HANG)
     bench.faulty.inject("put_many", Trouble.HANG)
@@ -539,7 +539,7 @@ def test_of_many_puts_a_thread_takes_some(bench) -> None:
 
 
 def test_of_an_entry_that_failed_no_more_chunks_are_put(monkeypatch) -> None:
-    """It has 18 chunks, of which a call moves eight, and one thread writes."""
+    """The entry has 18 chunks; a call moves eight, and one thread writes."""
     bench = Bench(monkeypatch, chunk_bytes=512, num_threads=2)
     first = f"{facts_of(1).key}/0"
     bench.faulty.inject("put_many", Trouble.FAIL, fault=StoreFault.FULL, matches=first.__eq__)
@@ -549,7 +549,7 @@ def test_of_an_entry_that_failed_no_more_chunks_are_put(monkeypatch) -> None:
     bench.tier.close()
 
 
-def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
+def test_the_oldest_remembered_keys_are_forgotten(bench, monkeypatch) -> None:
     monkeypatch.setattr(lower, "_MAX_REMEMBERED", 2)
     for number in range(3):
         assert bench.put(number) is None
@@ -560,10 +560,10 @@ def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "refusal"), [(HEADER_BYTES, Refusal.MAGIC), (CHUNK_BYTES, Refusal.MAC)]
 )
-def test_what_a_store_writes_after_it_has_answered_is_noticed(
+def test_writes_of_a_store_after_its_answer_are_noticed(
     bench, monkeypatch, num_bytes, refusal
 ) -> None:
-    """Also if it does so between the comparison and the copy."""
+    """This holds also between comparison and copy."""
     bench.put(1)
     copy = lower._copy
 
@@ -576,7 +576,7 @@ def test_what_a_store_writes_after_it_has_answered_is_noticed(
 
 
 def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch) -> None:
-    """It starts no thread any more then, from Python 3.12 on."""
+    """From Python 3.12 on, no thread can start at interpreter shutdown."""
     bench = Bench(monkeypatch, owns_store=True)
 
     def refuse(thread):
@@ -588,7 +588,7 @@ def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch) -> No
 
 
 class Registering(MemoryStore):
-    """Knows which memory it may write to."""
+    """A store that records its registered memory."""
 
     def __init__(self):
         super().__init__()
@@ -603,11 +603,11 @@ class Registering(MemoryStore):
 
 
 def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None:
-    """What RDMA needs: a call's buffers lie in registered memory."""
+    """RDMA requires that a call's buffers lie in registered memory."""
     bench = Bench(monkeypatch, store=Registering(), num_threads=2)
     bench.put(1, KV)
     bench.load(1, KV)
-    bench.put(1)  # which needs more
+    bench.put(1)  # needs more memory
     bench.load(1)
     assert bench.memory.registered
     bench.tier.close()
@@ -615,7 +615,7 @@ def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None
 
 
 def test_a_thread_keeps_its_memory_while_it_is_enough(monkeypatch) -> None:
-    """A put of eight chunks takes all of it; to register memory for RDMA takes long."""
+    """A put of eight chunks uses all the memory; registering memory for RDMA is slow."""
     bench = Bench(monkeypatch, store=Registering(), num_threads=2, chunk_bytes=1024)
     for number in range(3):  # one of the two threads writes for the second time
         bench.put(number)
@@ -638,7 +638,7 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
     wait_until(lambda: not bench.memory.registered)
 
 
-def test_a_store_that_never_answered_is_told_of_once(monkeypatch, caplog) -> None:
+def test_a_store_that_never_answered_is_reported_once(monkeypatch, caplog) -> None:
     faulty = FaultyStore(MemoryStore())
     faulty.inject("health", Trouble.FAIL)
     faulty.inject("exists_many", Trouble.FAIL)

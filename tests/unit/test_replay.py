@@ -1,4 +1,4 @@
-"""What a replayed trace hits, against a model of it in plain Python."""
+"""Hits of a replayed trace, compared with a plain-Python model."""
 
 import json
 
@@ -14,7 +14,7 @@ UNLIMITED = {"slots": [None], "policies": ["lru"]}
 
 
 def expected_hits(requests):
-    """Tokens of KV matches and of state matches, where states lie at Megatron's three places."""
+    """Return matched KV and state tokens, with states at Megatron's three places."""
     seen, states, matched, skipped = set(), set(), 0, 0
     for request in requests:
         whole = request.hash_ids[: request.input_length // TOKENS_PER_HASH_ID]
@@ -67,7 +67,7 @@ def test_the_default_is_never_half_a_point_below_a_simple_policy(draw, slots):
     records = run_replay(draw(200, seed=1), slots=[slots])["records"]
     rates = {record["policy"]: record["token_hit_rate"] for record in records}
     assert rates["adaptive"] >= max(rates.values()) - 0.005, rates
-    if draw is draw_agents:  # what states save differs much here
+    if draw is draw_agents:  # tokens saved per state differ much here
         assert rates["adaptive"] > 1.02 * rates["lru"], rates
 
 

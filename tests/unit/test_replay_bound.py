@@ -1,4 +1,4 @@
-"""The bound of a trace: what it is on small ones, and that nothing comes above it."""
+"""The bound of a trace: exact on small traces, and never exceeded."""
 
 from itertools import product
 
@@ -16,14 +16,14 @@ def request(*ids, tail=1, tenant=None):
 
 
 def blocks(requests, num_states):
-    """Blocks that the bound says are skipped."""
+    """Return the number of skipped blocks by the bound."""
     return bound_of(requests, num_states) * sum(each.input_length for each in requests) / 8
 
 
 def exact(requests, num_states):
-    """The most blocks that can be skipped with whole states, found by trying all ways to keep some.
+    """Return the most blocks that whole states can skip, by trying all sets of kept states.
 
-    Between two requests any set of boundaries is kept that were kept before or just passed.
+    Between two requests, any subset of the kept and just passed boundaries may be kept.
     """
     best = {frozenset(): 0}
     for each in requests:

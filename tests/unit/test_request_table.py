@@ -1,4 +1,4 @@
-"""Rows and KV blocks of requests: what each is given, that all of it is given back, and tokens."""
+"""Rows and KV blocks of requests: allocation, complete release, and tokens."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def rows(kv_blocks):
 
 
 def arrays(rows):
-    """All that is kept by row, but how often tables have changed."""
+    """Return all arrays by row, except the change counts of tables."""
     kept = ("num_blocks", "num_tokens", "num_computed", "num_uncollected", "block_tables")
     return {name: getattr(rows, name).tolist() for name in kept}
 
@@ -80,7 +80,7 @@ def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
 
 
 def test_where_keys_go_is_exact_in_64_bits(kv_blocks):
-    """Neither int32 nor the 53 bits of a float hold the largest."""
+    """The largest index fits neither int32 nor the 53 bits of a float."""
     block, size = 2**31 - 1, 2**23 + 1
     rows = make_rows(kv_blocks, 1, 1, size)
     rows.block_tables[0, 0] = block

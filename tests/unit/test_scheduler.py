@@ -15,13 +15,13 @@ from mamba_cache.integrations.transformers.batching.answers import BatchRequest
 
 @pytest.fixture
 def scheduler():
-    """That of an engine."""
+    """Return the scheduler of an engine."""
     return make_engine(max_wait_steps=1)._scheduler
 
 
 @pytest.fixture
 def make(scheduler):
-    """Queues a request."""
+    """Return a function that queues a request."""
     numbers = count()
 
     def queue(prompt):
@@ -46,7 +46,7 @@ def test_common_blocks_are_those_of_the_common_prefix(make, rng, common):
     assert common_blocks(longer, same) == 3
 
 
-def test_branch_positions_lie_ahead_and_are_told_once(scheduler, make, rng):
+def test_branch_positions_lie_ahead_and_are_reported_once(scheduler, make, rng):
     root = draw_prompt(rng, 6 * BLOCK)
     request = make(root)
     for number in (0, 1, 3, 3, 6):
@@ -62,11 +62,11 @@ def test_branch_positions_lie_ahead_and_are_told_once(scheduler, make, rng):
     [
         (0, 0, True, True, True),
         (0, 3 * BLOCK - 1, True, True, True),
-        (0, 3 * BLOCK, True, True, False),  # computed, so what was saved of it is found already
+        (0, 3 * BLOCK, True, True, False),  # already computed: its states can be matched now
         (2, 0, True, True, True),
         (3, 0, True, True, False),  # nothing to gain
         (0, 0, False, True, False),  # no state will be saved there
-        (0, 0, True, False, False),  # none will be saved in this step
+        (0, 0, True, False, False),  # no state will be saved in this step
     ],
 )
 def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
@@ -86,7 +86,7 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
     assert scheduler._waits(request, skip_blocks * BLOCK) is expected
 
 
-def test_what_was_cached_when_a_request_first_ran_is_reported(rng):
+def test_the_cached_tokens_at_a_requests_first_run_are_reported(rng):
     engine = make_engine()
     request = engine._scheduler.find(engine.submit(draw_prompt(rng, 20), greedy(4)))
     first, resumed = (
@@ -132,14 +132,14 @@ def test_waiting_ends_after_max_wait_steps(rng):
 
 
 @pytest.mark.parametrize("switch", ["max_wait_steps", "max_slots"])
-def test_nobody_waits_where_that_is_off_or_no_state_can_be_saved(rng, switch):
+def test_no_request_waits_if_waiting_is_off_or_no_state_can_be_saved(rng, switch):
     engine = make_engine(max_tokens=128, **{switch: 0})
     submit_two(engine, rng)
     step_checked(engine)
     assert num_running(engine) == 2
 
 
-def test_others_overtake_one_that_waits(rng):
+def test_other_requests_overtake_a_waiting_one(rng):
     engine = make_engine(max_tokens=4 * BLOCK, max_requests=2)
     submit_two(engine, rng, root_blocks=3)
     engine.submit(draw_prompt(rng, 3), greedy(1), request_id="other")
@@ -159,7 +159,7 @@ def test_a_state_is_saved_where_queued_prompts_branch(rng):
 
 
 class Steps:
-    """A scheduler and its requests; every step samples token 7 for those that sample."""
+    """A scheduler and its requests; every sampling request samples token 7."""
 
     def __init__(self, *, max_wait_steps=0, find=None, limit=8, **changes):
         self.context = make_engine(**changes).context
@@ -173,7 +173,7 @@ class Steps:
         return request
 
     def run(self):
-        """One step; the tokens of each request that it computed."""
+        """Run one step; return the number of computed tokens by request."""
         step = self.scheduler.begin_step()
         if step is None:
             return {}
@@ -218,13 +218,13 @@ def test_chunks_end_at_the_blocks_end_that_they_reach(rng):
 
 
 def test_all_are_preempted_after_a_fault_and_go_on(rng):
-    """Also a prompt between two chunks, whose live state a forward may have overwritten."""
+    """A prompt between two chunks is preempted too: a forward may have changed its live state."""
     steps = Steps(max_tokens=2 * BLOCK)
     steps.add("a", draw_prompt(rng, 5))
     steps.run()
     steps.add("b", draw_prompt(rng, 4 * BLOCK))
     steps.run()
-    steps.scheduler.max_chunk_tokens = 0  # the next step computes no chunk of it
+    steps.scheduler.max_chunk_tokens = 0  # the next step computes no chunk of "b"
     assert steps.context.status("b") is RequestStatus.PREFILLING
     assert [one.request_id for one in steps.scheduler.begin_step().requests] == ["a"]
     steps.scheduler.preempt_all()
@@ -260,7 +260,7 @@ def test_a_step_may_leave_out_some_that_decode(rng):
     assert [one.request_id for one in step.requests] == ["b", "c"]
 
 
-def test_what_an_interrupt_left_in_the_context_is_ended(rng):
+def test_requests_left_in_the_context_by_an_interrupt_are_ended(rng):
     steps = Steps()
     steps.add("a", draw_prompt(rng, 5))
     steps.run()
@@ -288,7 +288,7 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
 
 
 def test_a_request_that_does_not_fit_is_called_as_its_caller_calls_it(rng):
-    """A batch's was called by the context's number for it."""
+    """Regression: a batch's request was named by the context's number."""
     steps = Steps()
     prepared = steps.context.prepare(Request(request_id=17, prompt_tokens=draw_prompt(rng, 5)))
     request = BatchRequest(
@@ -347,5 +347,5 @@ def test_forks_of_a_request_that_failed_are_computed_by_themselves(rng):
     assert "does not fit even alone" in str(first.error)
     assert [*steps.scheduler.output(first)] == [7, 7]
     steps.scheduler.remove("a")
-    assert steps.run() == {"b": BLOCK - 1}  # it finds the first block
+    assert steps.run() == {"b": BLOCK - 1}  # the first block is matched
     assert steps.scheduler.find("b") is fork

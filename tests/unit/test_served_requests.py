@@ -1,4 +1,4 @@
-"""What a request of transformers' server tells beside its prompt."""
+"""Facts of a transformers server's request beside its prompt."""
 
 import asyncio
 import threading
@@ -26,12 +26,12 @@ from mamba_cache.integrations.transformers.serve.models import (
         ([{"role": "user"}, {"role": "assistant"}, {"role": "tool"}], {}, True),
     ],
 )
-def test_what_a_request_tells_of_the_next_one(messages, body, hint):
+def test_a_request_hints_at_its_continuation(messages, body, hint):
     assert ServedRequest(None, body, messages=messages).will_continue is hint
 
 
 def test_a_manager_rests_after_calls_that_broke_off_before_its_batch_began():
-    """Its thread called again and again, and kept a processor busy until a request could run."""
+    """Regression: the manager's thread retried without pause until a request could run."""
     calls, rests = [], []
 
     class Refusing:
@@ -44,7 +44,7 @@ def test_a_manager_rests_after_calls_that_broke_off_before_its_batch_began():
             raise InvalidArgumentError("the model must not be in training mode")
 
     class Wake(threading.Event):
-        """Whoever waits for it while it is not set rests."""
+        """An event that records each wait while it is not set."""
 
         def wait(self, timeout=None):
             if not self.is_set():

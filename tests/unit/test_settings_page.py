@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| `(\w+)` \| ([^|]*)\| ([^|]*)\| ([^|]*)\|", PAGE, flags=r
 
 
 def shown_as(value: object) -> str:
-    """A default as the page writes it."""
+    """Return a default in the page's notation."""
     value = getattr(value, "value", value)
     if value is inspect.Parameter.empty:
         return "required"

@@ -1,4 +1,4 @@
-"""Which slots go first."""
+"""Eviction order of slots."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def test_lru_agrees_with_sorting_for_any_number(rng):
     slots = np.arange(200)
     view = SimpleNamespace(block_timestamps=rng.integers(-5, 40, 200))
     blocks = rng.permutation(200).astype(np.int32)
-    # No float tells the largest apart.
+    # As floats, the largest numbers are equal.
     view.block_timestamps[:4] = np.iinfo(np.int64).max - np.array([0, 1, 0, 1])
     expected = sorted(slots.tolist(), key=lambda s: (view.block_timestamps[blocks[s]], s))
     for count in (1, 2, 15, 16, 17, 50, 199, 200, 300):
@@ -34,7 +34,7 @@ def test_an_embedders_array_is_read_as_it_is_now(make):
 
 
 class Foreign(str):
-    """An engine's own enum member: its value is what counts."""
+    """An engine's own enum member, compared by its value."""
 
     value = "ref_zero"
 

@@ -1,4 +1,4 @@
-"""The bookkeeping of slots: reservations, pins and refusals. The state machine tries the rest."""
+"""The bookkeeping of slots: reservations, pins and refusals. The state machine tests the rest."""
 
 import pytest
 from slot_rig import bookkeeping, make_pool, save
@@ -12,14 +12,14 @@ from mamba_cache.errors import (
 
 
 def evictable(pool, protected=()):
-    """What the policy may choose from when a slot is wanted for a block named with others."""
+    """Return the candidates offered to the policy for one slot, with ``protected`` blocks."""
     pool._choose_victims(1, protected=protected)
     return pool.policy.offered
 
 
 @pytest.fixture
 def pool():
-    """Of 5 slots: 4 and 3 hold blocks 7 and 8, 2 is reserved for block 9."""
+    """Return a pool of 5 slots: 4 and 3 hold blocks 7 and 8, 2 is reserved for block 9."""
     pool = make_pool(5, 10)
     assert save(pool, 8, 7) == [3, 4]
     assert pool.reserve_slots([9]) == [2]
@@ -27,7 +27,7 @@ def pool():
 
 
 @pytest.fixture(autouse=True)
-def sound_books(pool):
+def check_invariants_at_the_end(pool):
     yield
     pool.check_invariants()
 
@@ -81,7 +81,7 @@ def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, me
     assert pool.commit_reserved([2], [9]) == [2]
 
 
-def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
+def test_the_policy_is_notified_of_stored_states_only():
     heard = []
 
     class Listener(RefZeroSlotPolicy):
@@ -157,7 +157,7 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
         pool.check_uses([], [])
 
 
-def test_a_lease_is_given_back_once(pool):
+def test_a_lease_is_released_once(pool):
     lease = pool.pin(3)
     pool.unpin(lease)
     with pytest.raises(DoubleFreeError, match="slot 3 is not pinned"):

@@ -49,8 +49,8 @@ def test_bad_num_rows(num_rows):
 
 
 @pytest.mark.parametrize(("built", "why"), [(None, "built without CUDA"), ("13.0", "finds no GPU")])
-def test_a_gpu_that_is_not_there_is_named_with_what_to_do(monkeypatch, built, why):
-    """PyTorch raised an AssertionError."""
+def test_the_error_of_a_missing_gpu_names_the_remedy(monkeypatch, built, why):
+    """Regression: PyTorch's AssertionError was raised."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -1,4 +1,4 @@
-"""Specs of states and KV blocks, and how many a budget holds."""
+"""Specs of states and KV blocks, and their number in a budget."""
 
 import math
 import re
@@ -46,7 +46,7 @@ def test_kv_block_holds_keys_and_values():
 
 
 def test_a_budget_holds_whole_slots_only():
-    """One that is too small names what it must be."""
+    """The error of a too small budget names the minimum."""
     assert slots_in_budget(gib(7 * MAMBA_BYTES), MAMBA) == 7
     assert slots_in_budget(gib(8 * MAMBA_BYTES - 1), MAMBA) == 7
     budget = gib(MAMBA_BYTES - 1)
@@ -64,7 +64,7 @@ def test_without_layers_there_is_nothing_to_budget_for():
 
 
 def test_numpy_ints_are_kept_as_plain_ints():
-    """A numpy int wraps around where a plain one grows: sizes in bytes would be wrong."""
+    """numpy ints overflow, so sizes in bytes would be wrong."""
     tensor = StateTensorSpec("ssm", np.int32(3), (np.int32(2**20), np.int32(2**12)), torch.float32)
     assert tensor.layer_bytes == 2**34
     kv = KVCacheSpec(np.int32(64), np.int32(64), np.int32(256), torch.float32)
@@ -110,11 +110,11 @@ def test_tensors_of_a_kind_have_equally_many_layers():
     named = StateTensorSpec("more.odd", 5, (), torch.int8)
     assert [kind.num_layers for kind in StateSpec((*MAMBA.tensors, named)).kinds] == [3, 5]
     with pytest.raises(InvalidArgumentError, match=r"those of '' have .*\('odd', 5\)"):
-        StateSpec((*MAMBA.tensors, odd)).kinds  # noqa: B018 - it is what raises
+        StateSpec((*MAMBA.tensors, odd)).kinds  # noqa: B018 - the property raises
 
 
 def test_bytes_of_a_quantised_slot():
-    """Half of bf16's and a quarter of fp32's SSM bytes, and a scale for each column."""
+    """Half of bf16's and a quarter of fp32's SSM bytes, plus a scale per column."""
     conv, codes, scales = 3 * 10 * 4 * 2, 3 * 2 * 5 * 7, 3 * 2 * 7 * 4
     assert SlotQuantization().slot_spec(MAMBA).bytes_per_slot == conv + codes + scales
 
@@ -160,6 +160,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_spec_or_size_is_refused(call, arguments, message):
+def test_invalid_specs_and_sizes_are_refused(call, arguments, message):
     with pytest.raises(InvalidArgumentError, match=message):
         call(*arguments)

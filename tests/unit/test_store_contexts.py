@@ -1,4 +1,4 @@
-"""Contexts and engines over one store: what one has computed, the others skip."""
+"""Contexts and engines over one store skip each other's computed tokens."""
 
 import gc
 import threading
@@ -28,7 +28,7 @@ from mamba_cache.tiers.entry import EntryKind
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The clock of store tiers and prefetches: it stands still until a test turns it."""
+    """The clock of store tiers and prefetches, which only the test advances."""
     clock = ManualClock()
     for module in (lower_module, prefetching):
         monkeypatch.setattr(module, "time", clock)
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def make():
-    """Makes contexts over a store; in the end their invariants hold, and they are closed."""
+    """Return a function that makes contexts over a store; check and close them at the end."""
     made = []
 
     def make_one(store, **options):
@@ -51,7 +51,7 @@ def make():
 
 
 def filled(store, prompt=PROMPT, **changes):
-    """A store in which a context has left a prompt, and the context, closed."""
+    """Return a store with a context's prompt, and the closed context."""
     context = make_over(store=store, **changes)
     generate(context, prompt, 2)
     context.wait_for_tiers()
@@ -65,7 +65,7 @@ def skipped(context, prompt=PROMPT):
 
 @pytest.fixture
 def store():
-    """A store that has the prompt's entries, with troubles to be asked for."""
+    """Return a store with the prompt's entries that can inject faults."""
     memory = MemoryStore()
     filled(memory)
     faulty = FaultyStore(memory)
@@ -73,7 +73,7 @@ def store():
     faulty.heal()
 
 
-def test_what_one_has_computed_the_other_skips(make, store) -> None:
+def test_one_context_skips_tokens_computed_by_another(make, store) -> None:
     context = make(store)
     assert skipped(context) == 0
     prefetch = ask(context)
@@ -88,7 +88,7 @@ def test_what_one_has_computed_the_other_skips(make, store) -> None:
 
 
 def test_a_question_is_answered_while_steps_go_on(make, store) -> None:
-    """Nobody waits: the next call of the context goes on where the store has answered."""
+    """No call waits: the context's next call continues after the store's answer."""
     context = make(store)
     asked = len(threading.enumerate())
     prefetch = ask(context)
@@ -103,7 +103,7 @@ def test_a_question_is_answered_while_steps_go_on(make, store) -> None:
     assert len(threading.enumerate()) == asked
 
 
-def test_another_thread_waits_until_the_context_has_gone_on(make, store) -> None:
+def test_another_thread_waits_until_the_context_continues(make, store) -> None:
     context = make(store)
     prefetch = ask(context)
     states = []
@@ -139,7 +139,7 @@ def test_salts_secrets_ranks_weights_keep_entries_apart(make, store) -> None:
 
 
 def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(make, store) -> None:
-    """The state at the end is damaged. It is refused once; then the one before it counts."""
+    """The damaged state at the end is refused once; then the previous state is used."""
     context = make(store)
     ask(context).wait()
     [last] = [
@@ -157,7 +157,7 @@ def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(make, stor
     assert context.store_tier.stats().refused == {"mac": 1}
     prefetch = ask(context)
     assert prefetch.wait() is PrefetchState.READY
-    assert (prefetch.skip_tokens, prefetch.num_entries) == (48, 1)  # the blocks have come
+    assert (prefetch.skip_tokens, prefetch.num_entries) == (48, 1)  # the blocks were loaded before
     run = generate(context, PROMPT, 4)
     assert run[2].skip_tokens == 48
     assert_same_run(run, PROMPT)
@@ -166,13 +166,13 @@ def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(make, stor
 
 
 def key_of(context, prompt, index):
-    """The key of the state at the end of a block."""
+    """Return the key of the state at the end of a block."""
     prepared = context.prepare(Request(request_id="x", prompt_tokens=prompt))
     return context._tiering.entries(prepared.hashes, None).key(EntryKind.STATE, index)
 
 
-def test_an_engine_skips_what_another_one_computed() -> None:
-    """At least 95% of the prompts' tokens; the answers are those without a cache."""
+def test_an_engine_skips_tokens_computed_by_another() -> None:
+    """At least 95% of the prompts' tokens are skipped; the answers equal those without a cache."""
     store = MemoryStore()
     first, second = (restart_rig.make_engine("store://", store=store) for _ in range(2))
     answers, skips = restart_rig.run(first, 1)
@@ -185,7 +185,7 @@ def test_an_engine_skips_what_another_one_computed() -> None:
     second.context.close()
 
 
-def test_an_engine_waits_for_what_arrives_for_its_only_request() -> None:
+def test_an_engine_waits_for_the_entries_of_its_only_request() -> None:
     store = MemoryStore()
     first, second = (restart_rig.make_engine("store://", store=store) for _ in range(2))
     answers, _ = restart_rig.run(first, 1, count=1)
@@ -194,7 +194,7 @@ def test_an_engine_waits_for_what_arrives_for_its_only_request() -> None:
     second.context.close()
 
 
-# What a store that is dead or slow adds to a request.
+# Delay of a request by a dead or slow store.
 
 
 @pytest.mark.parametrize("call", ["exists_many", "get_many_into"])
@@ -211,34 +211,32 @@ def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(make, store, c
     assert run[2].skip_tokens == 0
     assert_same_run(run, PROMPT)
     store.heal()
-    context.wait_for_tiers()  # what comes late is verified and kept
+    context.wait_for_tiers()  # late entries are verified and kept
     assert prefetch.state is PrefetchState.TIMED_OUT
     assert not any(context.host_tier.leases.values())
 
 
 @pytest.mark.parametrize("call", ["exists_many", "get_many_into"])
-def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(
-    make, store, clock, call
-) -> None:
-    """Neither those that wait already, for another answer or in the queue, nor who comes later."""
+def test_after_one_overdue_answer_no_request_waits_for_the_store(make, store, clock, call) -> None:
+    """Present waits end, for other answers and in the queue, and later requests do not wait."""
     context = make(store)
     store.inject(call, Trouble.HANG)
     waiting = [ask(context), ask(context, PROMPT[:50])]
     wait_until(lambda: context.poll_tiers() or store.injected[call, Trouble.HANG])
     assert not any(each.is_done for each in waiting)
 
-    # Once more after the first failure, for a call that a thread began after the clock was turned;
-    # later the pause would end.
+    # Advance once more after the first failure, for a call begun after the clock was advanced;
+    # a later advance would end the pause.
     turns = iter([True])
 
-    def is_given_up() -> bool:
+    def are_done() -> bool:
         if context.store_tier.is_healthy or next(turns, False):
             clock.now += 2.1
         let_see(context.store_tier)
         context.poll_tiers()
         return all(each.is_done for each in waiting)
 
-    wait_until(is_given_up)
+    wait_until(are_done)
     for prefetch in waiting:
         assert prefetch.state in (PrefetchState.NOTHING, PrefetchState.INCOMPLETE)
     assert not context.store_tier.is_healthy
@@ -251,7 +249,7 @@ def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(
 
 
 def test_a_store_that_fails_for_one_entry_is_not_waited_for(make, store) -> None:
-    """A dead holder fails for each entry in turn, and quickly; all of them would take long."""
+    """A dead holder fails quickly for each entry in turn; the sum would take long."""
     context = make(store)
     store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
     reads, is_first, goes_on = store.get_many_into, iter([True]), threading.Event()
@@ -291,7 +289,7 @@ def test_a_caller_that_waits_waits_for_an_answer_no_longer_than_computing_takes(
     store.heal()
 
 
-def test_the_answer_and_what_it_is_about_have_one_deadline(make, store, clock) -> None:
+def test_a_lookup_and_its_loads_have_one_deadline(make, store, clock) -> None:
     context = make(store)
     store.inject("exists_many", Trouble.HANG, times=1)
     store.inject("get_many_into", Trouble.HANG)
@@ -309,7 +307,7 @@ def test_the_answer_and_what_it_is_about_have_one_deadline(make, store, clock) -
 
 
 def test_a_store_that_moves_is_waited_for(make, store, clock) -> None:
-    """Only the deadline ends it."""
+    """Only the deadline ends the wait."""
     context = make(store)
     reads = store.get_many_into
 
@@ -322,7 +320,7 @@ def test_a_store_that_moves_is_waited_for(make, store, clock) -> None:
     assert skipped(context) == 56
 
 
-def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(make, store) -> None:
+def test_a_prefetch_cancelled_or_reset_during_the_lookup_loads_nothing(make, store) -> None:
     context = make(store)
     for end in (lambda prefetch: prefetch.cancel(), lambda _: context.reset()):
         context.store_tier._stored.clear()
@@ -344,7 +342,7 @@ def test_a_full_queue_of_questions_lets_requests_go_on(make, store) -> None:
 
 
 def test_a_store_that_is_slower_than_computing_is_not_asked(make, store) -> None:
-    """Where B <= k P nothing is gained, however long the prefix."""
+    """If B <= k P, no prefix is long enough to gain."""
     fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
     context = make(store, planner=fast)
     assert ask(context).state is PrefetchState.NOTHING
@@ -366,11 +364,11 @@ def test_the_speed_of_the_store_is_measured(make, store, clock) -> None:
     assert ask(context).wait() is PrefetchState.READY
     context.poll_tiers()
     assert link.planners.store.rates.bytes_per_second < before.bytes_per_second / 100
-    assert link.planners.disk.rates == tierings._ASSUMED[1]  # the disk's are its own
+    assert link.planners.disk.rates == tierings._ASSUMED[1]  # the disk has separate rates
 
 
 def test_disk_and_store_together(make, store, tmp_path) -> None:
-    """What the disk has comes from there, and the rest from the store; both are offered all."""
+    """Entries on the disk are loaded from it, the rest from the store; both are offered all."""
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     empty = MemoryStore()
     first = make(empty, **on_disk)
@@ -408,7 +406,7 @@ def test_the_queue_of_a_disk_has_a_length_of_its_own(tmp_path, monkeypatch) -> N
 
 @pytest.mark.parametrize(("num_rows", "skip_tokens"), [(0, 0), (2, 16)])
 def test_no_more_is_brought_than_there_are_rows_for(make, store, num_rows, skip_tokens) -> None:
-    """What comes before the first block that finds none would be of no use."""
+    """Without a row for a block, the blocks after it would be useless."""
     context = make(store, num_host_blocks=num_rows)
     prefetch = ask(context)
     assert prefetch.wait() is (PrefetchState.READY if num_rows else PrefetchState.NOTHING)
@@ -419,7 +417,7 @@ def test_no_more_is_brought_than_there_are_rows_for(make, store, num_rows, skip_
 def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     make, store, clock, tmp_path, monkeypatch
 ) -> None:
-    """What one request is owed by a store does not make another one, all on disk, too late."""
+    """A store's overdue answer to one request does not time out another one, all on disk."""
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
@@ -463,7 +461,7 @@ def test_hits_are_offered_to_the_store_for_the_second_time(make, clock) -> None:
     assert generate(context, PROMPT, 2)[2].skip_tokens == 56
     context.wait_for_tiers()
     assert context.store_tier.stats().stored == 8
-    # What another process removes or the store evicts is offered again, after a while.
+    # Entries removed by another process or evicted by the store are offered again after a while.
     store._blobs.clear()
     clock.now += 61
     generate(context, PROMPT, 2)
@@ -500,7 +498,7 @@ def test_a_store_needs_an_identity() -> None:
         make_context(make_config(store=MemoryStore(), **settings))
 
 
-def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
+def test_an_unclosed_context_ends_its_threads(store) -> None:
     context = make_over(store=store)
     tier = context.store_tier
     watched = weakref.ref(context)
@@ -512,7 +510,7 @@ def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     tier._watcher.join(PATIENCE)
     assert not tier._watcher.is_alive()
     assert tier._workers == []
-    # Who waits still, in this thread or another one, is told.
+    # A waiting thread, this or another one, gets the result.
     waiting = threading.Thread(target=prefetch.wait, daemon=True)
     waiting.start()
     waiting.join(PATIENCE)

@@ -1,5 +1,5 @@
-"""Passwords of stores: whatever a server answers and whatever is wrong with a setting, no message
-has one."""
+"""Passwords of stores: no message contains one, for every answer of a server and every wrong
+setting."""
 
 import re
 import socketserver
@@ -26,7 +26,7 @@ ECHOES = {
 
 
 class Echo(socketserver.StreamRequestHandler):
-    """Answers each command with what came in it; the first ones may be answered as usual."""
+    """A server that echoes each command; the first ones may get normal answers."""
 
     def handle(self):
         for number, arguments in enumerate(iter(self.command, None)):
@@ -51,7 +51,7 @@ class Echo(socketserver.StreamRequestHandler):
 
 @pytest.fixture
 def echo(request):
-    """A server without AUTH, which repeats what it is sent."""
+    """Return a server without AUTH that echoes its input."""
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo)
     server.daemon_threads = True
     server.echo, server.num_ok, server.passwords = ECHOES["old server"], 0, []
@@ -67,8 +67,8 @@ def store_at(server):
 
 @pytest.mark.parametrize("num_ok", [0, 1, 3])
 @pytest.mark.parametrize("echo_of", ECHOES)
-def test_what_a_server_says_after_the_password_is_not_repeated(echo, echo_of, num_ok) -> None:
-    """At AUTH, right after it, and at all later commands."""
+def test_answers_of_a_server_after_the_password_are_not_repeated(echo, echo_of, num_ok) -> None:
+    """The server echoes at AUTH, right after it, and at all later commands."""
     echo.echo, echo.num_ok = ECHOES[echo_of], num_ok
     store = store_at(echo)
     buffer = memoryview(bytearray(8))
@@ -91,16 +91,16 @@ def test_what_a_server_says_after_the_password_is_not_repeated(echo, echo_of, nu
     store.close()
 
 
-def test_without_a_password_a_servers_words_are_told(echo) -> None:
-    """They say what is wrong, and nothing secret was sent."""
+def test_without_a_password_a_servers_message_is_repeated(echo) -> None:
+    """The server's message explains the error, and no secret was sent."""
     echo.echo = b"-ERR DB index is out of range\r\n"
     store = ValkeyStore("127.0.0.1", echo.server_address[1], db=99)
     assert "DB index is out of range" in store.health().detail
     store.close()
 
 
-def told_by(call):
-    """All that an error tells: its words, those of its causes, and its traceback."""
+def whole_text_of(call):
+    """Return an error's whole text: its message, its causes' messages, and its traceback."""
     with pytest.raises(InvalidArgumentError) as caught:
         call()
     frames = "".join(traceback.format_exception(caught.value))
@@ -122,9 +122,9 @@ def told_by(call):
 def test_a_store_of_another_kind_is_not_repeated(store, use) -> None:
     settings = {"num_kv_blocks": 4, "max_slots": 2, "host_cache_gb": 1, "hash_secret": b"s"}
     if use == "config":
-        told = told_by(lambda: CacheConfig(**settings, store=store))
+        told = whole_text_of(lambda: CacheConfig(**settings, store=store))
     else:
-        told = told_by(lambda: open_store(store))
+        told = whole_text_of(lambda: open_store(store))
     assert PASSWORD not in told
     assert type(store).__name__ in told
 
@@ -162,6 +162,6 @@ def test_a_store_of_another_kind_is_not_repeated(store, use) -> None:
     ],
 )
 def test_no_part_of_a_url_that_may_be_a_password_is_repeated(url) -> None:
-    assert PASSWORD not in told_by(lambda: open_store(url))
+    assert PASSWORD not in whole_text_of(lambda: open_store(url))
     config = {"num_kv_blocks": 4, "max_slots": 2, "host_cache_gb": 1, "hash_secret": b"s"}
     assert PASSWORD not in repr(CacheConfig(**config, store=url))

@@ -1,4 +1,4 @@
-"""No step waits for a store: by what its thread enters and which locks it meets, not by clocks."""
+"""No step waits for a store, judged by its thread's calls and locks, not by clocks."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The clock of store tiers and prefetches stands still: nobody is given up."""
+    """Stop the clock of store tiers and prefetches: no call times out."""
     for module in (lower_module, prefetching):
         monkeypatch.setattr(module, "time", ManualClock())
 
@@ -33,7 +33,7 @@ def watch():
 
 
 def make(watch, store, monkeypatch):
-    """A context whose locks and store are watched, and what moves and digests bytes likewise."""
+    """Return a context with watched locks, store calls, copies and MACs."""
     for owner, name in ((lower_module, "_copy"), (PayloadMac, "part")):
         monkeypatch.setattr(owner, name, watch.called(name, getattr(owner, name)))
     with watch.locks(monkeypatch):
@@ -41,7 +41,7 @@ def make(watch, store, monkeypatch):
 
 
 def serve(watch, store, monkeypatch):
-    """Serve requests, one from the store; return how often it was served."""
+    """Serve requests, one from the store; return its prefetch state and the store's stats."""
     context = make(watch, store, monkeypatch)
     context.wait_for_tiers()
     with watch.steps():
@@ -66,8 +66,8 @@ def filled(monkeypatch):
 def test_the_thread_of_steps_never_enters_a_store_and_waits_for_bookkeeping_at_most(
     watch, filled, monkeypatch
 ) -> None:
-    """Threads of the tier alone call it, and none holds a lock then or while bytes are moved."""
-    for prompt in OTHERS:  # these are written again
+    """Only tier threads call the store; none holds a lock during a call or a copy."""
+    for prompt in OTHERS:  # these prompts are written again
         prompt[0] = prompt[0] % 12 + 1
     state, stats = serve(watch, filled, monkeypatch)
     assert state is PrefetchState.READY
@@ -111,7 +111,7 @@ def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "breach", ["calls under its lock", "asks in the step's thread", "connects"]
 )
-def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
+def test_the_watch_finds_each_breach(watch, filled, monkeypatch, breach) -> None:
     if breach == "calls under its lock":
         call_store = LowerTier._call
 

@@ -1,4 +1,4 @@
-"""Stores without servers: URLs, what Valkey may answer, Mooncake's codes, troubles on purpose."""
+"""Stores without servers: URLs, Valkey's answers, Mooncake's codes, injected faults."""
 
 import gc
 import importlib.machinery
@@ -116,7 +116,7 @@ def test_without_redis_py_the_extra_is_named(monkeypatch):
         open_store("valkey://host")
 
 
-def test_what_is_sent():
+def test_sent_commands():
     sizes = [b":3\r\n", b":0\r\n"]
     found = [b":1\r\n", b":0\r\n", *sizes, b"$3\r\nabc\r\n", b":1\r\n"]
     with Speaker([OK, *GREETING, OK, OK, b"$-1\r\n", *found]) as server:
@@ -147,7 +147,7 @@ def test_what_is_sent():
     ],
 )
 def test_errors_of_valkey(answer, fault):
-    """Each is the answer of one key; the connection goes on."""
+    """Each error answers one key; the connection stays open."""
     with Speaker([*GREETING, answer, answer, answer, answer, OK]) as server:
         store = valkey(server)
         assert store.exists_many(["k"]) == [fault]
@@ -161,8 +161,8 @@ def test_errors_of_valkey(answer, fault):
 @pytest.mark.parametrize(
     ("answers", "fault"),
     [
-        ([*GREETING, b"", b""], StoreFault.UNREACHABLE),  # the end
-        ([*GREETING, b"$5\r\nab", b""], StoreFault.UNREACHABLE),  # the end within an answer
+        ([*GREETING, b"", b""], StoreFault.UNREACHABLE),  # connection closed
+        ([*GREETING, b"$5\r\nab", b""], StoreFault.UNREACHABLE),  # closed within an answer
         ([*GREETING, b"-LOADING it reads its file\r\n", b""], StoreFault.UNREACHABLE),
         ([*GREETING, b"$x\r\n", b""], StoreFault.REJECTED),
         ([*GREETING, b"a" * 100_000, b""], StoreFault.REJECTED),
@@ -171,7 +171,7 @@ def test_errors_of_valkey(answer, fault):
         ([b"HTTP/1.1 400 Bad Request\r\n"], StoreFault.REJECTED),
     ],
 )
-def test_what_is_no_answer_ends_the_connection_and_not_the_store(answers, fault):
+def test_a_malformed_answer_ends_the_connection_and_not_the_store(answers, fault):
     with Speaker(answers, [*GREETING, b":2\r\n", b"$2\r\nab\r\n"]) as server:
         store = valkey(server)
         assert store.get_many_into(["k", "l"], [buffer(), buffer()]) == [fault, fault]
@@ -179,14 +179,14 @@ def test_what_is_no_answer_ends_the_connection_and_not_the_store(answers, fault)
         store.close()
 
 
-def test_what_was_answered_before_the_end_counts():
+def test_answers_before_the_end_of_a_connection_count():
     with Speaker([*GREETING, b":1\r\n", b":0\r\n", b""]) as server:
         store = valkey(server)
         assert store.exists_many(["a", "b", "c"]) == [None, MISSING, StoreFault.UNREACHABLE]
         store.close()
 
 
-def test_an_answer_of_another_kind_says_nothing():
+def test_an_answer_of_another_kind_is_ignored():
     lengths = [b":2\r\n", b":2\r\n", b":2\r\n"]
     with Speaker([*GREETING, OK, OK, *lengths, b":2\r\n", b"$3\r\nabc\r\n", b"$-1\r\n"]) as server:
         store = valkey(server)
@@ -208,12 +208,12 @@ def test_a_blob_that_is_longer_than_its_buffer_is_not_asked_for():
         store.close()
 
 
-def test_a_connection_that_ended_while_nobody_used_it_costs_no_call():
+def test_a_connection_that_ended_while_unused_costs_no_call():
     with Speaker([*GREETING, b":1\r\n"], [*GREETING, b":0\r\n"]) as server:
         store = valkey(server)
         assert store.exists_many(["k"]) == [None]
         [connection] = store._pool._available_connections
-        assert select.select([connection._sock], [], [], 60)[0]  # its end has arrived
+        assert select.select([connection._sock], [], [], 60)[0]  # the server has closed it
         assert store.exists_many(["k"]) == [MISSING]
         store.close()
 
@@ -244,7 +244,7 @@ def test_a_buffer_of_other_items_than_bytes_is_sent_and_filled_whole():
         store.close()
 
 
-def test_nobody_listens_or_nobody_answers():
+def test_no_listener_or_no_answer():
     store = ValkeyStore(LOOPBACK, free_port())
     assert store.exists_many(["k"]) == [StoreFault.UNREACHABLE]
     assert "refused" in store.health().detail
@@ -263,7 +263,7 @@ def test_a_server_that_speaks_no_tls():
 
 
 class Client:
-    """Stands for Mooncake's client: answers codes, and refuses calls after its close."""
+    """A fake Mooncake client that returns codes, and refuses calls after its close."""
 
     codes = 0
     setup_code = 0
@@ -309,7 +309,7 @@ class Client:
 
 @pytest.fixture
 def master(monkeypatch):
-    """Mooncake's module, and a master that closes connections; returns its port."""
+    """Install a fake Mooncake module and a master that closes connections; return its port."""
     module = types.ModuleType("mooncake.store")
     module.MooncakeDistributedStore = type("MadeClient", (Client,), {})
     module.ReplicateConfig = types.SimpleNamespace
@@ -344,8 +344,8 @@ def test_how_mooncake_is_set_up(master):
 
 
 @pytest.mark.parametrize("own", [None, "30"])
-def test_mooncake_is_told_to_look_anew_at_its_peers_before_it_is_loaded(monkeypatch, master, own):
-    """A holder may get the port of a dead one; who set another interval keeps it."""
+def test_mooncake_gets_its_interval_for_peer_updates_before_it_is_loaded(monkeypatch, master, own):
+    """A new holder may get a dead holder's port; an interval set by the user is kept."""
     monkeypatch.delitem(os.environ, INTERVAL, raising=False)
     if own is not None:
         monkeypatch.setenv(INTERVAL, own)
@@ -400,14 +400,14 @@ def test_codes_of_mooncake(master, monkeypatch, code, fault):
         assert f"Mooncake answers {code}" in health.detail
 
 
-def test_what_is_no_fault_of_mooncake(master, monkeypatch):
+def test_results_that_are_no_fault_of_mooncake(master, monkeypatch):
     store = mooncake(master)
     monkeypatch.setattr(Client, "codes", [1, 0])
     assert store.exists_many(["a", "b"]) == [None, MISSING]
     monkeypatch.setattr(Client, "codes", [10, -600])
     assert store.get_many_into(["a", "b"], [buffer(), buffer()]) == [10, StoreFault.SHORT]
     monkeypatch.setattr(Client, "codes", 0)
-    assert store.get_many_into(["a"], [buffer()]) == [0]  # no bytes: whoever verifies refuses them
+    assert store.get_many_into(["a"], [buffer()]) == [0]  # no bytes: verification refuses them
 
 
 def test_answers_for_other_keys_than_were_asked_for_are_not_believed(master, monkeypatch):
@@ -500,7 +500,7 @@ def test_addresses_that_are_none(master, make, said):
         make()
 
 
-def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
+def test_without_mooncake_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(MissingExtraError, match=r"\.\[mooncake\]"):
         open_store("mooncake://host:1")
@@ -522,16 +522,16 @@ def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
 
 
 def test_a_forked_process_has_connections_of_its_own(monkeypatch):
-    """On one of its parent's, each would read what the other one asked for."""
+    """On a shared connection, parent and child would read each other's answers."""
     conversation = [*GREETING, b"+PONG\r\n", b"+PONG\r\n"]
     with Speaker(conversation, conversation) as server:
         store = valkey(server)
         assert store.health().fault is None
-        store._pool._lock.acquire()  # another thread had it in that moment
+        store._pool._lock.acquire()  # another thread held the lock at the fork
         monkeypatch.setattr(os, "getpid", lambda: -1)
         store._pool._checkpid()
-        gc.collect()  # the parent's connection, which the server waits for here
+        gc.collect()  # closes the parent's connection, as the server awaits
         assert store.health().fault is None
-        assert store.health().fault is None  # over the same one
+        assert store.health().fault is None  # over the same connection
         assert sum(b"LIB-NAME" in each for each in server.heard) == 2
         store.close()

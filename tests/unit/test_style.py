@@ -1,6 +1,6 @@
-"""What ruff does not see of how the code is written: exceptions in docstrings, clocks in tests.
+"""Style rules beyond ruff: exceptions in docstrings, clocks in tests.
 
-Each rule is one test, which names every breach.
+Each rule is one test that lists every breach.
 """
 
 import ast
@@ -19,7 +19,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MODULES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]
-# What a package exports; names of other modules are for those who work on the package.
+# Exported names; names of other modules are internal to the package.
 EXPORTED = {
     name
     for source in MODULES
@@ -27,7 +27,7 @@ EXPORTED = {
     for name in getattr(importlib.import_module(source.module), "__all__", ())
     if not source.module.split(".")[-1].startswith("_")
 }
-# These make faults and clocks; commands beside the tests print what they have measured.
+# These make faults and clocks; commands beside the tests print measured times.
 READ_CLOCKS = {
     f"tests/support/{name}.py"
     for name in ("clocks", "faulty_store", "store_kill_rig", "tier_fault_rig")
@@ -36,7 +36,7 @@ CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|(?<![?&])\b(?:timeout|dea
 
 
 def public_definitions(source: Source) -> Iterator[tuple[str, ast.AST]]:
-    """Classes, functions and methods of them that a package exports."""
+    """Return a package's exported classes, their methods, and its exported functions."""
     for name, node in definitions(source.tree):
         decorators = {ast.unparse(d) for d in getattr(node, "decorator_list", [])}
         second_half = any(d.endswith(".setter") for d in decorators) or "overload" in decorators
@@ -46,7 +46,7 @@ def public_definitions(source: Source) -> Iterator[tuple[str, ast.AST]]:
 
 
 def methods_and_functions(source: Source) -> Iterator[tuple[str, Function]]:
-    """Public functions, and methods of public classes, none that is inside another function."""
+    """Return public functions and methods of public classes, without nested functions."""
     inner = {
         child
         for _, node in definitions(source.tree)
@@ -60,13 +60,13 @@ def methods_and_functions(source: Source) -> Iterator[tuple[str, Function]]:
 
 
 def promised(docstring: str | None) -> set[str]:
-    """Names in the `Raises:` section of a Google style docstring."""
+    """Return the names in the `Raises:` section of a Google style docstring."""
     section = re.search(r"^Raises:\n((?:[ ]+.*\n?|\n)*)", inspect.cleandoc(docstring or ""), re.M)
     return set(re.findall(r"^    (\w+):", section[1], re.M)) if section else set()
 
 
 def raised(node: Function) -> set[str]:
-    """Exceptions of the package's tree that a function's own statements raise."""
+    """Return exceptions of the package's tree that a function's own statements raise."""
     names: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Raise) and child.exc is not None:
@@ -76,7 +76,7 @@ def raised(node: Function) -> set[str]:
 
 
 def is_exception(source: Source, name: str) -> bool:
-    """Whether a name means an exception to a reader of that module."""
+    """Return whether a name means an exception in that module."""
     module = importlib.import_module(source.module)
     found = getattr(module, name, None) or getattr(errors, name, None)
     found = found or getattr(builtins, name, None)
@@ -86,7 +86,7 @@ def is_exception(source: Source, name: str) -> bool:
 def test_no_test_decides_by_a_clock() -> None:
     """The machine may be busy. ``work.lines_executed`` counts; ``clocks.Clock`` is turned by hand.
 
-    What must be timed is a benchmark, or needs a GPU and a machine of its own.
+    Timed code belongs into a benchmark, or needs a GPU and a machine for itself.
     """
     found = [
         f"{source.name}: {line.strip()}"
@@ -100,7 +100,7 @@ def test_no_test_decides_by_a_clock() -> None:
 
 
 def test_explained_mutants_are_on_lines_that_exist() -> None:
-    """``python tests/mutation`` refuses to run otherwise: explanations go with their lines."""
+    """``python tests/mutation`` refuses to run otherwise: each explanation needs its line."""
     explained = json.loads((ROOT / "tests/mutation/explained.json").read_text(encoding="utf-8"))
     gone = [
         f"{name}: {line}"
@@ -111,10 +111,10 @@ def test_explained_mutants_are_on_lines_that_exist() -> None:
     assert gone == []
 
 
-def test_docstrings_promise_what_is_raised() -> None:
-    """Each exception of the package that an exported function raises itself is in its ``Raises:``.
+def test_docstrings_list_the_raised_exceptions() -> None:
+    """An exported function lists each package exception that it raises itself in ``Raises:``.
 
-    A class's docstring speaks for its ``__init__``. What is named there is an exception.
+    A class's docstring covers its ``__init__``. Each name in the section is an exception.
     """
     breaches = []
     for source in MODULES:

@@ -1,4 +1,4 @@
-"""Keys and headers of entries: what does not match is told, by name."""
+"""Keys and headers of entries: each mismatch is refused by name."""
 
 import hashlib
 from dataclasses import replace
@@ -25,7 +25,7 @@ HEADER = EntryHeader(payload_digest(b"payload"), 7)
 
 
 def patched(offset: int, data: bytes) -> bytes:
-    """The header with other bytes at an offset, and a checksum that is right for them."""
+    """Return the header with other bytes at an offset, and a correct checksum."""
     content = bytearray(HEADER.to_bytes(FACTS)[:-16])
     content[offset : offset + len(data)] = data
     return bytes(content) + hashlib.blake2b(content, digest_size=16).digest()
@@ -67,19 +67,19 @@ def test_the_bytes_of_a_header_do_not_change_within_their_version() -> None:
     ("offset", "data", "reason"),
     [
         (0, bytes(8), Refusal.MAGIC),
-        (8, b"\1\0", Refusal.VERSION),  # those before had no MAC
+        (8, b"\1\0", Refusal.VERSION),  # earlier versions had no MAC
         (8, b"\2\0", Refusal.VERSION),
         (10, b"x", Refusal.KIND),
-        (11, b"\x11", Refusal.DIGEST),  # its bytes
+        (11, b"\x11", Refusal.DIGEST),  # size of the digest
         (12, b"\xff\xff\xff\xff", Refusal.RANK),
-        (16, bytes(4), Refusal.MALFORMED),  # what marks a whole entry
+        (16, bytes(4), Refusal.MALFORMED),  # the mark of a whole entry
         (28, bytes(8), Refusal.PREFIX_TOKENS),
         (36, b"\xff" * 8, Refusal.PAYLOAD_BYTES),
         (108, b"\x01", Refusal.DIGEST),  # beyond a digest of 16 bytes
-        (HEADER_BYTES - 17, b"\x01", Refusal.MALFORMED),  # what is no field
+        (HEADER_BYTES - 17, b"\x01", Refusal.MALFORMED),  # outside of all fields
     ],
 )
-def test_what_nobody_wrote_is_refused_though_its_checksum_is_right(offset, data, reason) -> None:
+def test_forged_headers_are_refused_though_their_checksum_is_right(offset, data, reason) -> None:
     assert EntryHeader.read(patched(offset, data), FACTS) is reason
 
 
@@ -95,7 +95,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("reason", CHANGES)
-def test_each_field_is_compared_with_what_the_request_derived(reason: Refusal) -> None:
+def test_each_field_is_compared_with_the_facts_of_the_request(reason: Refusal) -> None:
     change = CHANGES[reason]
     if hasattr(KEY, next(iter(change))):
         change = {"key": replace(KEY, **change)}
@@ -105,8 +105,8 @@ def test_each_field_is_compared_with_what_the_request_derived(reason: Refusal) -
 
 
 @pytest.mark.parametrize("tokens", [0, 256, 2**40, 2**63])
-def test_a_header_that_is_not_verified_tells_of_its_prefix(tokens) -> None:
-    """Not of more tokens than there can be, for a clock is set back by as many microseconds."""
+def test_the_prefix_length_of_an_unverified_header_is_bounded(tokens) -> None:
+    """The number of tokens is bounded, since a clock is set back by as many microseconds."""
     header = HEADER.to_bytes(replace(FACTS, prefix_tokens=tokens))
     assert prefix_tokens_in(memoryview(header)) == min(tokens, 2**40)
 

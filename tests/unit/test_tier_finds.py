@@ -1,4 +1,4 @@
-"""What the machine of all tiers has found, one test each."""
+"""Faults found by the state machine of all tiers, one test each."""
 
 import pytest
 from context_rig import (
@@ -23,7 +23,7 @@ OTHERS = [[(5 * i + k) % 13 for i in range(4 * BLOCK - 2)] for k in range(1, 4)]
 
 
 def test_a_request_that_has_grown_resumes_by_a_load_under_a_policy_that_knows_prompts():
-    """The policy knew the prompt as it was first; the state that is loaded lies beyond it."""
+    """The policy knew the original prompt; the loaded state lies beyond its end."""
     context = make_tiered(save_decode_states=True, slot_policy="adaptive")
     add(context, "grown", PROMPT)
     tokens = []
@@ -41,7 +41,7 @@ def test_a_request_that_has_grown_resumes_by_a_load_under_a_policy_that_knows_pr
 
 
 def test_an_admission_that_is_refused_where_a_load_finds_no_slot_evicts_nothing():
-    """With the load it would have fitted the step; without, it does not."""
+    """With the load the request would fit the step; without it, it does not."""
     context = make_tiered(max_tokens=40)
     generate(context, LONG, 1)
     for other in OTHERS:
@@ -59,7 +59,7 @@ def test_an_admission_that_is_refused_where_a_load_finds_no_slot_evicts_nothing(
 
 
 def test_two_requests_of_a_step_that_could_load_one_state_are_both_right():
-    """The first loads it, for a block that is on the GPU and has a slot reserved for it then."""
+    """The first request loads the state for a block on the GPU, with a slot reserved then."""
     context = make_tiered(num_kv_blocks=60)
     generate(context, LONG, 1)
     for other in OTHERS:
@@ -72,7 +72,7 @@ def test_two_requests_of_a_step_that_could_load_one_state_are_both_right():
     context.check_invariants()
 
 
-def test_a_state_that_host_memory_lacks_is_wanted():
+def test_a_state_that_host_memory_lacks_is_requested():
     policy = Listening()
     config = make_config(num_host_blocks=40, num_host_states=20)
     options = {"slot_policy": policy, "placement": EveryNthBlock(1), "load_planner": always()}

@@ -1,4 +1,4 @@
-"""The identity: everything that must be equal for two processes to share an entry."""
+"""The identity: all facts that must be equal for two processes to share an entry."""
 
 import dataclasses
 import json
@@ -40,12 +40,12 @@ KV = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16
 
 
 def facts_of(identity):
-    """What an identity's file says."""
+    """Return the facts in an identity's file."""
     return json.loads(identity.canonical)
 
 
 def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
-    """An identity in which what is given differs from the usual."""
+    """Return the usual identity, with the given facts changed."""
     tensors = [StateTensorSpec(name, *rest) for name, rest in (STATE | dict(state)).items()]
     described = ModelIdentity(
         **(MODEL | dict(model)),
@@ -57,7 +57,7 @@ def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
     return CacheIdentity.of(described, settings, StateSpec(tuple(tensors)), kv_spec)
 
 
-def test_an_identity_says_what_it_was_told_of_the_model() -> None:
+def test_an_identity_holds_the_facts_of_its_model() -> None:
     facts = facts_of(identity())
     assert (facts["model"], facts["weights"]) == (MODEL["name"], MODEL["weights"])
     assert (facts["adapter"], facts["settings"]) == (MODEL["adapter"], MODEL["settings"])
@@ -127,14 +127,14 @@ def test_how_much_is_kept_does_not_matter() -> None:
 
 
 def test_the_digest_does_not_depend_on_the_process() -> None:
-    """Entries of one version of the package are found by the next as long as this holds."""
+    """While this holds, the next version of the package finds the entries of this one."""
     assert identity().digest.hex() == (
         "fdb7dc89c5e0f27f04d401858796bae6bdffdc8fe03a3c67a3cc2705be80fd0f"
     )
 
 
-def test_every_setting_of_what_is_computed_is_a_fact() -> None:
-    """A new field of what an identity is made from is a fact too, or is known to be none."""
+def test_every_setting_that_changes_results_is_a_fact() -> None:
+    """A new field of an identity's parts must be a fact, or be listed as no fact."""
     for kind, names in (
         (ModelIdentity, {"model", "weights", "adapter", "settings", "rank", "numerics"}),
         (KVCacheSpec, set(KV)),
@@ -213,7 +213,7 @@ def test_numerics_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_numerics_know_the_precision_of_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of their settings was used, ``torch.get_float32_matmul_precision`` raises."""
+    """After one backend's setting was used, ``torch.get_float32_matmul_precision`` raises."""
     monkeypatch.setattr("mamba_cache.tiers.identity._architecture", str)
     devices = "cpu", "cuda"
     own = [Numerics.of(device).matmul_precision for device in devices]
@@ -235,8 +235,8 @@ def test_numerics_know_the_precision_of_each_backend(monkeypatch: pytest.MonkeyP
     ("nothing known\n", "its name"),
     (None, "its name"),
 ])  # fmt: skip
-def test_processors_are_told_apart(text, processor, monkeypatch, tmp_path) -> None:
-    """With the same instructions in use, sums of another model are in another order."""
+def test_processors_are_distinguished(text, processor, monkeypatch, tmp_path) -> None:
+    """Even with the same instructions, another CPU model may sum in another order."""
     monkeypatch.setattr("mamba_cache.tiers.identity._CPU_FACTS", tmp_path / "cpuinfo")
     monkeypatch.setattr("mamba_cache.tiers.identity.platform.processor", lambda: "its name")
     if text is not None:
@@ -248,7 +248,7 @@ def _not_found(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_salts_are_told_apart_and_not_told() -> None:
+def test_salts_are_distinguished_and_not_disclosed() -> None:
     salts = [None, "1", b"1", 1, 2, "2", b"2", "", b"", "alice", b"alice"]
     digests = {tenant_digest(b"secret", salt) for salt in salts}
     assert len(digests) == len(salts)
@@ -267,7 +267,7 @@ def test_neither_secret_nor_salt_is_written() -> None:
 
 
 def test_after_any_single_change_nothing_is_found_on_the_disk(tmp_path) -> None:
-    """Neither in the folder, nor if somebody moves the files to where they would be looked for."""
+    """Nothing is found in the folder, even if the files are moved to the new identity's folder."""
     usual = identity()
     first = open_tier(tmp_path, identity=usual)
     assert put(first, 1, identity=usual) is None

@@ -1,4 +1,4 @@
-"""What went wrong in others' tiers, where no other test of this suite shows that it cannot here."""
+"""Faults of other systems' tiers that no other test of this suite covers."""
 
 import ast
 
@@ -30,7 +30,7 @@ def evict(context):
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("blocks", [2, 3, 4])
 def test_prompts_around_a_boundary_resume_at_one_that_they_have_passed(blocks, beyond):
-    """At the boundary itself a token is left to compute; every answer is that without a cache."""
+    """At the boundary itself one token is left to compute; answers equal those without a cache."""
     context = make_tiered()
     prompt = PROMPT[: blocks * BLOCK + beyond]
     assert_same_run(generate(context, prompt, 2), prompt)
@@ -43,7 +43,7 @@ def test_prompts_around_a_boundary_resume_at_one_that_they_have_passed(blocks, b
 
 
 def found_below(context, prompt):
-    """Blocks of a prompt whose state, and blocks whose keys and values, host memory has."""
+    """Return the prompt's blocks with a state in host memory, and those with keys and values."""
     hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).hashes
     host = context.host_tier
     return [
@@ -53,7 +53,7 @@ def found_below(context, prompt):
 
 
 def test_nothing_of_a_draft_that_was_rejected_is_kept_below():
-    """The drafts go past the end of a block, to a state that the live state had for a moment."""
+    """The drafts cross the end of a block, so the live state held the rejected state briefly."""
     context = make_tiered(num_speculative_tokens=3, save_decode_states=True)
     prompt = PROMPT[: 2 * BLOCK - 2]
     add(context, "a", prompt)
@@ -74,7 +74,7 @@ def test_nothing_of_a_draft_that_was_rejected_is_kept_below():
 
 
 def test_bad_bytes_are_not_kept_because_they_are_there_already():
-    """The next one who computes what was damaged puts it in the damaged entry's place."""
+    """The next computation of a damaged entry replaces it."""
     context = make_tiered()
     prompt = PROMPT[: 3 * BLOCK + 2]
     generate(context, prompt, 1)
@@ -96,7 +96,7 @@ def test_bad_bytes_are_not_kept_because_they_are_there_already():
 
 
 def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
-    """A load's rows are kept until its copy is over, whatever becomes of the request."""
+    """A load's rows are held until its copy has ended, even if the request has ended."""
     context = make_tiered(num_host_states=2, num_host_blocks=6)
     prompt = PROMPT[: 3 * BLOCK + 2]
     generate(context, prompt, 1)
@@ -119,7 +119,7 @@ def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
 
 
 def test_nothing_is_unpickled():
-    """Nor read in any other way that runs what it reads."""
+    """No reader runs code of its input either."""
     called = {"torch.load", "np.load", "eval", "exec"}
     known = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     for source in sources("mamba_cache"):

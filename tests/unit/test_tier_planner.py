@@ -1,4 +1,4 @@
-"""Load or compute: by the formula, with what was measured."""
+"""Load or compute: by the formula, with measured rates."""
 
 import math
 
@@ -12,7 +12,7 @@ STATE_BYTES, TOKEN_BYTES = 102.6e6, 16_384
 
 
 def least_tokens(rates):
-    """From how many tokens on the planner loads a prefix of Nemotron-H-8B."""
+    """Return the least tokens of a prefix of Nemotron-H-8B that the planner loads."""
     planner = LoadPlanner(rates, learns=False)
     for tokens in range(1, 20_000):
         num_bytes = int(STATE_BYTES + TOKEN_BYTES * tokens)
@@ -32,7 +32,7 @@ def test_the_formula(gigabytes, milliseconds, at_12k, at_50k):
         assert found == pytest.approx(expected, rel=0.02, abs=1)
 
 
-def test_a_link_below_what_prefill_makes_is_never_used():
+def test_a_link_slower_than_prefill_is_never_used():
     """B <= k P: 0.82 GB/s at 50k tokens a second."""
     assert least_tokens(Rates(0.8e9, 0.0, 50_000)) is None
 
@@ -55,14 +55,14 @@ def test_rates_are_learned():
 @pytest.mark.parametrize(
     ("latency", "loads", "learned", "bytes_per_second"),
     [
-        # Loads of one size tell the bandwidth alone, and equal times of any sizes no latency.
+        # Loads of one size determine only the bandwidth; equal times of any sizes imply no latency.
         (0.001, [(10**8, 0.011)] * 5, 0.001, 1e10),
         (0.001, [(100, 1.0), (1000, 1.0)], 0.001, None),
-        # A latency of former times leaves time for the bytes.
+        # An old latency estimate leaves time for the bytes.
         (1.0, [(1000, 0.1)] * 3, 0.05, 20_000),
     ],
 )
-def test_what_loads_tell_of_latency_and_bandwidth(latency, loads, learned, bytes_per_second):
+def test_latency_and_bandwidth_follow_from_loads(latency, loads, learned, bytes_per_second):
     planner = LoadPlanner(Rates(1e9, latency, 1.0))
     for load in loads:
         planner.record_load(*load)
@@ -71,7 +71,7 @@ def test_what_loads_tell_of_latency_and_bandwidth(latency, loads, learned, bytes
         assert planner.rates.bytes_per_second == pytest.approx(bytes_per_second)
 
 
-def test_what_cannot_be_is_not_learned():
+def test_implausible_measurements_are_ignored():
     planner = LoadPlanner()
     before = planner.rates
     planner.record_load(0, 1.0)
@@ -81,13 +81,13 @@ def test_what_cannot_be_is_not_learned():
     planner.record_prefill(5, -1.0)
     assert planner.rates == before
     planner.record_load(1, 1e-9)
-    assert planner.rates != before, "one byte can be"
+    assert planner.rates != before, "a load of one byte is plausible"
     planner = LoadPlanner()
     fixed = LoadPlanner(learns=False)
     fixed.record_load(5, 1.0)
     fixed.record_prefill(5, 1.0)
     assert fixed.rates == before
-    # Larger loads that took less time tell nothing of the latency, and no rate is negative.
+    # Larger loads that took less time do not change the latency, and no rate is negative.
     for num_bytes, seconds in ((10, 5.0), (1000, 1.0)) * 4:
         planner.record_load(num_bytes, seconds)
         assert planner.rates.bytes_per_second > 0

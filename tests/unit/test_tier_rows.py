@@ -1,4 +1,4 @@
-"""The rows of a tier: bookkeeping without bytes, and the memory that they lie in."""
+"""The rows of a tier: bookkeeping without bytes, and their memory."""
 
 import ctypes
 import gc
@@ -67,7 +67,7 @@ def store(pool, *numbers):
 
 
 class RowMachine(RuleBasedStateMachine):
-    """Against a plain model: what is stored, who reads, who writes."""
+    """Rows compared with a plain model of stored entries, readers and writers."""
 
     @initialize(
         num_rows=st.integers(0, 5),
@@ -109,7 +109,7 @@ class RowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.policy is not None)
     @rule(number=st.integers(0, 7), is_asked=st.booleans(), depth=st.integers(1, 3))
     def propose(self, number, is_asked, depth):
-        """A state of a prompt that is as long as its number says, or less."""
+        """Reserve a row with a proposal, for a prompt of ``depth`` blocks."""
         path = [*range(100, 100 + depth - 1), hash_id_of(digest(number))]
         prompt = self.pool.policy.on_request(PromptFacts(path, 8, 0, len(path)))
         proposal = StateProposal(prompt, len(path), "end", is_asked)
@@ -167,7 +167,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 4))
     def remove(self, number):
-        """Also while it is read: then its row is free when the last reader has ended."""
+        """Remove an entry; while it is read, its row is freed after the last reader."""
         assert self.pool.remove(digest(number)) == (number in self.stored)
         self.stored.pop(number, None)
 
@@ -236,21 +236,21 @@ def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
     assert pool.rows.num_free == 1
 
 
-def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
+def test_a_policy_that_knows_prompts_gets_hash_and_length():
     told = []
 
-    class Telling(AdaptiveSlotPolicy):
+    class Recorder(AdaptiveSlotPolicy):
         def on_published(self, slots, hash_ids, prefix_tokens):
             told.append((list(slots), list(hash_ids), list(prefix_tokens)))
 
-    tier = make_tier(state_policy=Telling())
+    tier = make_tier(state_policy=Recorder())
     lease = tier[STATE].reserve(facts(7, STATE))
     assert lease.rows.complete(lease)
     assert told == [([lease.row], [hash_id_of(digest(7))], [8])]
 
 
-def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
-    """Two rows for states of 50 blocks; one of a single block gets none unless it is asked for."""
+def test_a_policy_that_knows_prompts_refuses_states_worth_less():
+    """Two rows hold states of 50 blocks; a one-block state gets none unless requested."""
     pool = ready(2, policy=AdaptiveSlotPolicy())
 
     def propose(number, num_blocks, **options):
@@ -314,7 +314,7 @@ def make_tier(num_rows=3, **options):
 
 
 class Gate:
-    """Pins memory when it is told to."""
+    """Pins memory once the test opens the gate."""
 
     def __init__(self, fails=False):
         self.opened = threading.Event()
@@ -332,7 +332,7 @@ class Gate:
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_pinned_memory_comes_in_the_background_and_goes_with_the_tier(is_closed):
-    """Nobody waits for it: entries find no row until then, and are counted."""
+    """No caller waits for pinned memory: until then entries get no row, and are counted."""
     gate = Gate()
     tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
     assert tier[KV].reserve(facts(1)) is None
@@ -380,12 +380,12 @@ def test_memory_that_cannot_be_pinned_is_done_without():
 
 
 def test_lower_tiers_end_their_copies_later():
-    """From threads of their own; the next poll does it."""
+    """Lower tiers report from their threads; the next poll ends the copies."""
     tier = make_tier()
     for refusal, is_kept in ((None, True), (Refusal.SHORT, False)):
         lease = tier[STATE].reserve(facts(1, STATE), for_lower=True)
         assert tier[STATE].reserve(facts(1, STATE)) is None
-        assert tier.dropped == {}, "it is on its way"
+        assert tier.dropped == {}, "the entry is being loaded"
         assert not any(tier.leases.values())
         lease.rows.buffer(lease)[:] = b"\1" * 4096
         thread = threading.Thread(target=tier.end_later, args=(lease, refusal))
@@ -396,7 +396,7 @@ def test_lower_tiers_end_their_copies_later():
         assert (digest(1) in tier[STATE]) == is_kept
         if is_kept:
             assert tier[STATE].reserve(facts(1, STATE)) is None
-            assert tier.dropped == {}, "it is there"
+            assert tier.dropped == {}, "the entry is stored"
         tier.check_invariants()
         tier.clear()
     own = tier[KV].reserve(facts(2))
@@ -414,7 +414,7 @@ def test_a_reset_leaves_lower_tiers_their_rows():
     tier.reset()
     assert tier[KV].reserve(facts(2)) is None
     tier.end_later(late, None)
-    tier.end_later(late, None)  # a second time does nothing
+    tier.end_later(late, None)  # a second call does nothing
     tier.poll()
     assert digest(1) not in tier[KV]
     assert tier[KV].reserve(facts(2)) is not None
@@ -437,12 +437,12 @@ def test_a_tier_belongs_to_a_guard():
     assert tier.refused == {"missing": 1}
 
 
-def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
+def test_a_tier_without_a_context_is_used_by_one_thread_at_a_time():
     refused = []
 
     class Meeting(AdaptiveSlotPolicy):
         def on_published(self, *given):
-            """Another thread comes in the middle of a call."""
+            """Let another thread call in the middle of a call."""
             with ThreadPoolExecutor(1) as other:
                 refused.append(other.submit(tier.poll).exception())
 
@@ -485,7 +485,7 @@ def test_entries_lie_in_rows_to_the_bit():
 
 
 def test_pages_are_touched_before_they_are_pinned(monkeypatch):
-    """All of them, by several threads: the last part is shorter than the others."""
+    """Several threads touch all pages; the last part is shorter than the others."""
     monkeypatch.setattr(memory_module, "_TOUCHED_BYTES", 2 * 4096)
     resident = []
 
@@ -505,7 +505,7 @@ def test_pages_are_touched_before_they_are_pinned(monkeypatch):
 
 
 def test_closing_waits_for_memory_that_is_being_pinned():
-    """Else it would stay pinned for ever: nobody else knows of it."""
+    """Otherwise the memory would stay pinned for ever, without an owner."""
     gate = Gate()
     pinner = Pinner(gate.pin, gate.unpin)
     slab = pinner.make(4096)
@@ -518,8 +518,8 @@ def test_closing_waits_for_memory_that_is_being_pinned():
     opens.join()
 
 
-def test_closing_gives_up_memory_that_nobody_pins_yet(monkeypatch):
-    """Else a tier that is closed as it begins would wait until all its memory is there."""
+def test_closing_cancels_memory_that_is_not_being_pinned_yet(monkeypatch):
+    """Otherwise a tier closed at its start would wait until all its memory is pinned."""
     monkeypatch.setattr(memory_module, "_PINNING_THREADS", 1)
     gate = Gate()
     pinner = Pinner(gate.pin, gate.unpin)
@@ -528,7 +528,7 @@ def test_closing_gives_up_memory_that_nobody_pins_yet(monkeypatch):
         pass
     closing = threading.Thread(target=pinner.close)
     closing.start()
-    with suppress(RuntimeError):  # until it takes nothing any more
+    with suppress(RuntimeError):  # until the pinner refuses
         while True:
             slabs.append(pinner.make(4096))
     gate.opened.set()
@@ -538,7 +538,7 @@ def test_closing_gives_up_memory_that_nobody_pins_yet(monkeypatch):
 
 
 def test_slabs_are_touched_while_others_are_pinned(monkeypatch):
-    """A pin that does not end holds up only itself."""
+    """A pin that never ends blocks no other slab."""
     monkeypatch.setattr(memory_module, "_PINNING_THREADS", 2)
     gate, first = Gate(), threading.Event()
 

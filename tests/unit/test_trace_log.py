@@ -1,4 +1,4 @@
-"""The log of requests: what stands in it, what it survives, and that a replay finds the same."""
+"""The log of requests: its contents, its robustness, and equal hits in a replay."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ FIRST = SamplingParams(max_new_tokens=1)
 
 
 def prompts(rng, count):
-    """Prompts of a few conversations, some of two tenants, of any lengths."""
+    """Return prompts of a few conversations, some of two tenants, of any lengths."""
     heads = [rng.integers(1, MODEL.config.vocab_size, 80).tolist() for _ in range(4)]
     for _ in range(count):
         head = heads[rng.integers(len(heads))]
@@ -33,7 +33,7 @@ def prompts(rng, count):
 
 
 def serve(engine, requests):
-    """Each to its first token before the next one comes."""
+    """Serve each request to its first token before the next one."""
     for tokens, salt, hint in requests:
         engine.submit(tokens, FIRST, cache_salt=salt, will_continue=hint)
         list(engine.stream())
@@ -50,7 +50,7 @@ def add(log, *lengths):
 
 
 def logging_engine(config, path):
-    """An engine, and the log of its requests."""
+    """Return an engine and the log of its requests."""
     engine, log = Engine(MODEL, config), TraceLog(path)
     engine.context.listeners.add(log)
     return engine, log
@@ -62,7 +62,7 @@ def written(path):
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru"])
-def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
+def test_a_replay_of_the_log_has_the_engines_hits(tmp_path, rng, policy):
     path = tmp_path / "requests.jsonl"
     budgets = {"max_slots": 6, "num_kv_blocks": 40}
     config = cache_config(
@@ -82,7 +82,7 @@ def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
     assert record["evicted_blocks"] == stats.evicted_blocks
 
 
-def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
+def test_a_line_discloses_shared_prefixes_and_nothing_else(tmp_path):
     path = tmp_path / "log"
     event = admitted(9, will_continue=False, cache_salt="somebody")
     with TraceLog(path) as log:
@@ -99,7 +99,7 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     assert first["timestamp"] <= second["timestamp"]
     assert not any(digest.hex()[:12] in content for digest in event.digests)
     assert "somebody" not in content
-    assert path.stat().st_mode & 0o077 == 0, "others need not read it"
+    assert path.stat().st_mode & 0o077 == 0, "other users must not read the log"
 
 
 def test_logs_go_together_only_under_one_secret(tmp_path):
@@ -113,13 +113,13 @@ def test_logs_go_together_only_under_one_secret(tmp_path):
     assert len(set(names)) == 4
 
 
-def test_a_thread_writes_what_is_queued_without_being_asked(tmp_path, monkeypatch):
+def test_a_thread_writes_queued_lines_without_a_flush(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "_SECONDS_BETWEEN_WRITES", 0.001)
     log = TraceLog(tmp_path / "log")
     was_written, append = threading.Event(), trace._append
     monkeypatch.setattr(trace, "_append", lambda *given: (append(*given), was_written.set()))
     add(log, 8)
-    assert log._thread.daemon  # a log that nobody closes keeps no process from its end
+    assert log._thread.daemon  # an unclosed log must not keep the process alive
     assert was_written.wait(60)
     log.close()
     assert len(written(tmp_path / "log")) == 1
@@ -203,11 +203,11 @@ def test_a_request_that_is_preempted_and_resumed_is_one_line(tmp_path, rng):
         [np.arange(1, n + 1).tolist() for n in lengths], SamplingParams(max_new_tokens=24)
     )
     log.close()
-    assert engine.context.stats().requests > 3, "one was resumed"
+    assert engine.context.stats().requests > 3, "one request was resumed"
     assert sorted(line["input_length"] for line in written(path)) == lengths
 
 
-def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path, monkeypatch):
+def test_an_unclosed_log_is_written_at_the_end_of_the_process(tmp_path, monkeypatch):
     at_exit = []
     monkeypatch.setattr(trace.atexit, "register", at_exit.append)
     log = TraceLog(tmp_path / "log")
@@ -218,6 +218,6 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path,
     assert [line["input_length"] for line in written(tmp_path / "log")] == [3, 20]
 
 
-def test_what_is_no_path_is_refused():
+def test_values_that_are_no_path_are_refused():
     with pytest.raises(InvalidArgumentError, match="path must be a path, got 5"):
         TraceLog(5)

@@ -1,4 +1,4 @@
-"""Files of requests: what is read of each format, and what is said of a line that is none."""
+"""Files of requests: the fields read of each format, and errors for invalid lines."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def test_a_trace_is_read_in_order_up_to_the_limit(trace):
     assert len(read_trace(path)) == 3
 
 
-def test_a_log_says_how_large_its_blocks_are(trace):
+def test_a_log_has_its_block_size(trace):
     path = trace(HEADER, LOGGED | {"will_continue": True, "tenant": "c3"}, "", LOGGED)
     first, second = read_trace(path)
     assert (first.block_size, first.input_length, first.output_length) == (16, 40, 0)
@@ -52,7 +52,7 @@ def test_logs_of_two_runs_in_one_file_are_one_trace(trace):
         read_trace(trace(HEADER, LOGGED, other, LOGGED))
 
 
-def test_a_line_before_a_trace_says_how_large_its_blocks_are(trace):
+def test_a_line_before_a_trace_has_its_block_size(trace):
     line = {"input_length": 40, "hash_ids": [1, 2, 2**70], "type": "text"}
     [request] = read_trace(trace(HEADER, line))
     assert request.hash_ids == (0, 1, 2)

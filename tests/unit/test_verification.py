@@ -1,4 +1,4 @@
-"""Hits that are verified: what is found, what is removed, and that it costs nothing when off."""
+"""Verified hits: differences found, entries removed, and no cost when turned off."""
 
 import logging
 from dataclasses import replace
@@ -33,7 +33,7 @@ PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
 
 
 def make_verified(**changes):
-    """A context in which a request has hit two blocks, and the hit that is to be verified."""
+    """Return a context in which a request has hit two blocks, and the hit to verify."""
     context = make_context(make_config(verify_hits=1.0, **changes))
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1, request_id="hit")
@@ -78,14 +78,14 @@ def test_a_corrupted_state_is_found_logged_and_removed(caplog):
     assert "request='hit' kind=state" in line
     assert hit.hashes.digests[2].hex() in line
     assert "tensor=ssm layer=1 relative=" in line
-    # The state alone is gone; the blocks are right.
+    # Only the state is removed; the blocks are right.
     assert blocks_of(context, hit) == blocks
     assert not context.slot_allocator.has_state(blocks[-1])
     context.check_invariants()
     assert generate(context, PROMPT, 1)[2].skip_tokens < 3 * BLOCK
 
 
-def test_what_is_no_number_differs():
+def test_values_that_are_not_numbers_differ():
     context, hit = make_verified()
     blocks = blocks_of(context, hit)
     slot = context.slot_allocator.get_slot(blocks[-1])
@@ -118,8 +118,8 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
 
 @pytest.mark.parametrize("below", ["disk", "store"])
 def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, monkeypatch, below):
-    """It alone: nobody else is to find it either."""
-    monkeypatch.setattr(lower, "time", ManualClock())  # on a busy machine no call is late
+    """Only the corrupted entry is removed, so that no process finds it."""
+    monkeypatch.setattr(lower, "time", ManualClock())  # no call times out on a busy machine
     memory = MemoryStore()
     disk = {"disk_cache_path": str(tmp_path), "disk_cache_gb": 1.0}
     context = make_context(
@@ -145,13 +145,13 @@ def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, monkeypatch, b
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
     assert len(verify(context, hit)) == 1
     context.wait_for_tiers()
-    for digest in (hit.hashes.digests[1], b"\0" * 16):  # it is gone, or never was
+    for digest in (hit.hashes.digests[1], b"\0" * 16):  # gone, or never cached
         tiering.remove(EntryKind.KV, None, digest)
     context.wait_for_tiers()
     assert found() == [True, False]
     tier.check_invariants()
     context.close()
-    tiering.remove(EntryKind.KV, None, hit.hashes.digests[0])  # nothing is written any more
+    tiering.remove(EntryKind.KV, None, hit.hashes.digests[0])  # nothing is written after the close
 
 
 def test_hits_whose_entries_are_gone_are_passed_over():
@@ -165,7 +165,7 @@ def test_hits_whose_entries_are_gone_are_passed_over():
 
 
 def test_a_hit_of_which_a_shorter_one_is_left_is_passed_over():
-    """The state of the shorter one is right, and not what the hit resumed from."""
+    """The hit did not resume from the shorter prefix's state, which is right."""
     context, hit = make_verified()
     generate(context, PROMPT[: 2 * BLOCK + 1], 1, request_id="shorter")
     blocks = blocks_of(context, hit)
@@ -176,7 +176,7 @@ def test_a_hit_of_which_a_shorter_one_is_left_is_passed_over():
     assert context.slot_allocator.has_state(blocks[1])
 
 
-def test_what_cannot_be_computed_is_counted():
+def test_hits_that_cannot_be_recomputed_are_counted():
     context, _ = make_verified()
     answers = iter([None, torch.OutOfMemoryError("too much")])
 
@@ -221,7 +221,7 @@ def test_hits_that_find_no_room_are_dropped_and_counted():
     stats = context.verification_stats()
     assert (stats.waiting, stats.sampled) == (MAX_WAITING, MAX_WAITING + 4)
     assert stats.skipped == 3
-    assert take(context).request.request_id == 3  # the oldest made room
+    assert take(context).request.request_id == 3  # the oldest was dropped
     context.reset()
     assert context.verification_stats() == VerificationStats(differences={"state": 0, "kv": 0})
 
@@ -249,7 +249,7 @@ def generate_begun(context):
 
 
 @pytest.mark.parametrize("dtype", RELATIVE_BOUNDS)
-def test_the_coarsest_dtype_decides_what_may_differ(dtype):
+def test_the_coarsest_dtype_sets_the_tolerance(dtype):
     bound, ones = RELATIVE_BOUNDS[dtype], torch.ones(1, 4, 2, dtype=torch.float64)
     kv = [torch.ones(8, 2, dtype=dtype)] * 2
 

@@ -45,7 +45,7 @@ class Context:
 
 
 class Manager:
-    """The calls that vLLM's manager makes, and what must be true after each."""
+    """The calls of vLLM's manager, with checks after each."""
 
     def __init__(self, capacity, policy=None, *, tells_accesses=True):
         self.policy, self.capacity = policy or ValuePolicy(capacity), capacity
@@ -64,7 +64,7 @@ class Manager:
             self.policy.on_request_access(keys, context)
 
     def store(self, keys, context, *, is_retry=False):
-        """Return what is to be stored; None: refused."""
+        """Return the chunks to store; None if refused."""
         new = [key for key in keys if key not in self.chunks]
         if new and not is_retry:
             self.policy.on_store_miss(new, context)
@@ -102,7 +102,7 @@ class Manager:
 
 
 class Lru:
-    """A control with no idea of prompts."""
+    """A control policy without knowledge of prompts."""
 
     def __init__(self):
         self.chunks = OrderedDict()
@@ -128,7 +128,7 @@ class Lru:
 
 
 class Run:
-    """A request: it loads, and offers the state at its end and then its attention."""
+    """A request that loads, then offers the state at its end, then its attention."""
 
     def __init__(self, manager, ids, *, groups=(ATTENTION, STATES)):
         names = [each.to_bytes(8, "big") for each in ids]
@@ -193,7 +193,7 @@ def test_a_hit_that_stores_nothing_counts_when_it_ends():
 
 
 def _crowded():
-    """A cache full of prompts that come again and again, after many that did not."""
+    """Return a cache full of repeated prompts, after many that were not repeated."""
     manager = Manager(33)
     for n in range(300):
         Run(manager, [*range(n * 100 + 1_000, n * 100 + 1_020), 999]).finish()
@@ -202,7 +202,7 @@ def _crowded():
     return manager
 
 
-def test_what_is_refused_is_refused_again():
+def test_refused_chunks_are_refused_again():
     manager = _crowded()
     held = dict(manager.chunks)
     run = Run(manager, [*range(500, 520), 999])
@@ -240,8 +240,8 @@ OPERATION = st.tuples(
 
 
 @given(st.integers(4, 40), st.lists(OPERATION, max_size=40))
-def test_any_calls_leave_what_the_manager_holds(capacity, operations):
-    """Requests that overlap, in any order, with stores that fail."""
+def test_any_calls_keep_policy_and_manager_equal(capacity, operations):
+    """Overlapping requests in any order, with failing stores."""
     manager, running = Manager(capacity), []
     for branch, length, is_stored, is_cleared in operations:
         ids = [*range(branch % 3), *range(branch * 50 + 50, branch * 50 + 50 + length)]

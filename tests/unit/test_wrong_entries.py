@@ -1,4 +1,4 @@
-"""Entries that turn out to be wrong: not found again, wherever a copy of them is under way."""
+"""Wrong entries: not found again, even if a copy is under way."""
 
 import pytest
 from disk_rig import Answer, Gate, buffer_for, facts_of, load, open_tier, payload_of, put
@@ -18,7 +18,7 @@ WRONG, OTHER = facts_of(1), facts_of(2)
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["written", "queued"])
 def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch, is_taken) -> None:
-    """Neither for this process nor for the next one; its prompt is computed, and written anew."""
+    """Neither this process nor the next one finds the entry; it is computed and rewritten."""
     disk = open_tier(tmp_path)
     gate = Gate(monkeypatch, DiskStore, "_write")
     answers = {facts: Answer() for facts in ((WRONG,) if is_taken else (OTHER, WRONG))}
@@ -60,7 +60,7 @@ def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) 
 
 
 def test_a_wrong_entry_goes_from_a_disk_that_is_left_alone(tmp_path) -> None:
-    """Else it would be found when that is over."""
+    """Otherwise the entry would be found when the disk is used again."""
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
     disk._paused_until = 1e9
@@ -122,7 +122,7 @@ def test_a_wrong_entry_that_is_just_got_does_not_arrive(bench, monkeypatch) -> N
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["leased", "left alone"])
 def test_a_wrong_entry_that_cannot_be_removed_is_not_found_again_later(bench, is_open) -> None:
-    """A store may keep what was just read for some seconds, or not answer at that moment."""
+    """A store may lease a just-read entry for some seconds, or not answer at that moment."""
     bench.put(1)
     bench.faulty.inject("remove", Trouble.FAIL, fault=StoreFault.LEASED)
     if is_open:
