@@ -1,4 +1,4 @@
-"""The interface of slots, rule by rule, for both kinds of embedders: who has which slot."""
+"""The interface of slots, rule by rule, for both kinds of embedders: owners of slots."""
 
 import inspect
 
@@ -87,7 +87,7 @@ def allocator(context, generator):
 
 @pytest.fixture
 def full(context, generator):
-    """Blocks 10 to 15 have the slots, 10 the least recently used, with hashes 1011 to 1016."""
+    """Give blocks 10 to 15 the slots; 10 is least recently used; hashes are 1011 to 1016."""
     return filled(context, generator)
 
 
@@ -105,14 +105,14 @@ def cached(allocator):
 
 
 @pytest.mark.parametrize(("name", "parameters"), METHODS.items())
-def test_methods_take_what_embedders_give(name, parameters):
+def test_methods_take_the_arguments_of_embedders(name, parameters):
     _self, *taken = inspect.signature(getattr(MambaSlotAllocator, name)).parameters.values()
     by_position = [p.name for p in taken if p.kind is not p.KEYWORD_ONLY]
     assert by_position == parameters.split()
     assert all(p.default is not p.empty for p in taken if p.kind is p.KEYWORD_ONLY)
 
 
-def test_a_shortage_is_told_as_embedders_expect():
+def test_a_shortage_is_reported_as_embedders_expect():
     error = MambaSlotCapacityError(required=4, available=2)
     assert isinstance(error, RuntimeError)
     assert str(error).endswith("only 2 free or evictable slots are available")
@@ -132,7 +132,7 @@ def test_attributes(allocator, context):
     assert (allocator._eos_cache_block_id_cpu == -1).all()
 
 
-def test_types_of_what_is_returned(full):
+def test_types_of_returned_values(full):
     assert type(full.allocate_slots_batch([3, 10])) is list
     assert type(full.get_slot(3)) is int
     assert (full.has_state(3), full.has_state(9)) == (True, False)
@@ -163,7 +163,7 @@ def test_too_few_slots_change_nothing(make_context, generator, policy):
     before = fingerprint(allocator), allocator.free_count, dict(allocator.hash_to_block_id)
     with pytest.raises(MambaSlotCapacityError) as caught:
         allocator.allocate_slots_batch([13, 30, 31, 32])
-    # One is free, 14 can go, 13 is named.
+    # One slot is free, 14 is evictable, 13 is named.
     assert (caught.value.required, caught.value.available) == (3, 2)
     after = fingerprint(allocator), allocator.free_count, dict(allocator.hash_to_block_id)
     assert after == before
@@ -186,7 +186,7 @@ def test_a_slot_without_a_hash_is_freed_with_its_block(full):
     assert cached(full) == [10, 11, 12, 15]
 
 
-def test_what_an_embedder_writes_by_index_is_the_truth(allocator):
+def test_writes_of_an_embedder_by_index_are_the_truth(allocator):
     allocator.block_to_slot[7], allocator.slot_to_block[4] = 4, 7
     allocator.free_slots[:5] = torch.tensor([5, 3, 2, 1, 0])
     allocator.free_count = 5

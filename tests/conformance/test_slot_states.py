@@ -1,4 +1,4 @@
-"""The interface of slots, rule by rule, for both kinds of embedders: which states they hold."""
+"""The interface of slots, rule by rule, for both kinds of embedders: states in slots."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_the_mapping_to_live_rows_is_read_at_the_call(allocator, context):
 
 
 def draw_chunk(rng):
-    """A chunk as an embedder may compute it: of a prompt, from a skipped or finished part on."""
+    """Draw a chunk of a prompt, after a skipped or finished part."""
     prompt = int(rng.integers(1, BLOCK * MAX_BLOCKS + 1))
     if rng.random() < 0.3:
         prompt += -prompt % BLOCK
@@ -104,7 +104,7 @@ def draw_chunk(rng):
 
 
 def expected_checkpoints(prompt, finished, chunk, skip, matched, required):
-    """Offsets inside the chunk, the positions they stand for, and whether the prompt's end is."""
+    """Return offsets inside the chunk, their positions, and whether the prompt's end is saved."""
     start, length = finished + skip, chunk - skip
     candidates = {matched * BLOCK, prompt // BLOCK * BLOCK, (required - 1) * BLOCK}
     offsets = sorted(
@@ -137,8 +137,8 @@ def test_checkpoints_of_a_chunk(allocator, context, rng):
 
 
 @pytest.mark.parametrize("get", ["get_intermediate_gpu_data", "get_intermediate_cpu_data"])
-def test_the_forward_is_told_of_the_prefill_requests(allocator, context, get):
-    record(allocator, 0, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)  # it is paused
+def test_the_forward_gets_the_prefill_requests(allocator, context, get):
+    record(allocator, 0, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)  # a paused request
     record(allocator, 3, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)
     offsets, counts = getattr(allocator, get)()
     assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
@@ -179,7 +179,7 @@ STEPS = (
 
 
 def spy(allocator, monkeypatch):
-    """Lists the calls of a commit's steps, which still do their work."""
+    """Record the calls of a commit's steps, and forward them."""
     calls = []
 
     def watch(name):
@@ -211,7 +211,7 @@ def test_a_commit_goes_through_its_steps_on_self(allocator, context, monkeypatch
     ]
 
 
-def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context):
+def test_writes_of_an_embedder_into_the_tables_are_committed(allocator, context):
     allocator._intermediate_block_ids_cpu[3, :2] = torch.tensor([7, 6])
     allocator._eos_cache_block_id_cpu[2] = 0
     context.kv_block_allocator.block_hashes[6] = -1
@@ -223,12 +223,12 @@ def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context
 
 
 def whole(allocator, row, prompt):
-    """Record a prompt that is computed in one chunk, and of which nothing is cached."""
+    """Record an uncached prompt that is computed in one chunk."""
     record(allocator, row, prompt, 0, prompt, 0, 0, -(-prompt // BLOCK))
 
 
 def test_checkpoints_that_the_scratch_has_no_row_for_are_counted(context, generator):
-    """Nor those beyond three of a request."""
+    """Checkpoints beyond three of a request are counted, too."""
     for row in (-1, MAX_REQUESTS, "a", 10**30):
         with pytest.raises(InvalidArgumentError, match=rf"current_id must be .*, got {row!r}"):
             whole(make_allocator(context, generator), row, BLOCK)
@@ -245,7 +245,7 @@ def test_checkpoints_that_the_scratch_has_no_row_for_are_counted(context, genera
     assert blocks[2].tolist() == table[2][:3]
     assert allocator._intermediate_counts_cpu.tolist() == [0, 0, 3, 0, 0]
     assert allocator.skipped_checkpoints_total == 3
-    whole(allocator, 2, BLOCK + 1)  # the row's own states make room for its new ones
+    whole(allocator, 2, BLOCK + 1)  # the row's old states make room for its new ones
     whole(allocator, 3, 3 * BLOCK + 1)
     assert blocks[2:4].tolist() == [[table[2][0], -1, -1], [*table[3][1:3], -1]]
     assert allocator._intermediate_offsets_cpu[3].tolist() == [2 * BLOCK, 3 * BLOCK, 0]
@@ -304,7 +304,7 @@ def test_a_second_shortage_is_the_callers_to_see(allocator):
 
 
 def test_a_row_that_the_forward_leaves_out_holds_no_earlier_state(allocator, context):
-    """Nobody on the host sees it; another request's state was published as this one's."""
+    """The host cannot notice it: another request's state was published as this one's."""
     [first, *_], _ = three_prefills(allocator, context)
     allocator.commit_intermediate_states()
     for row in range(3):
@@ -343,7 +343,7 @@ def test_with_nothing_to_commit_the_tables_are_cleared(allocator, context):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Lists how many pairs of rows each copy moves."""
+    """Record the number of row pairs of each copy."""
     sizes, copy = [], StateCopier.copy
 
     def counted(self, source_rows, destination_rows):
@@ -372,7 +372,7 @@ def test_a_commit_is_one_launch_for_the_scratch_and_one_for_live_states(
 
 
 class Recording:
-    """An object that notes which of another's fields are read."""
+    """A proxy that records which fields of its target are read."""
 
     def __init__(self, target, path, seen):
         self.__dict__.update(_target=target, _path=path, _seen=seen)
@@ -396,7 +396,7 @@ FIELDS = """
     paused_request_count
 """
 OF_KV_BLOCK_ALLOCATOR = {"kv_block_allocator.attach_slots", "kv_block_allocator.listeners"}
-"""What only the package's own KV blocks have; others are asked in vain."""
+"""Fields that only the package's own KV blocks have; others may lack them."""
 
 
 def test_nothing_else_of_the_context_is_read(context, generator):

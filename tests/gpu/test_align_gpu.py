@@ -45,7 +45,7 @@ WORLDS = [
 
 
 @given(models(64), SEEDS, st.lists(SEEDS, min_size=1, max_size=8))
-def test_kernels_leave_what_the_rules_leave(model, seed, step_seeds):
+def test_kernels_equal_the_rules(model, seed, step_seeds):
     check_worlds(model, seed, step_seeds, WORLDS)
 
 

@@ -1,4 +1,4 @@
-"""The tree of candidates against its rules in plain Python, request by request."""
+"""The tree of candidates compared with its rules in plain Python, request by request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mamba_cache.cache.adaptive import CandidateTree
 
 
 class _Prompts:
-    """Prompts of few blocks that share beginnings: a block's hash names all before it."""
+    """Prompts of few blocks that share prefixes: a block's hash covers the whole prefix."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -73,11 +73,11 @@ def _values(tree: CandidateTree, nodes: Iterable[int]) -> list[int]:
 
 @settings(max_examples=12)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 20), st.integers(1, 6))
-def test_the_tree_decides_as_its_rules_say(seed: int, max_ghosts: int, max_kept: int) -> None:
+def test_the_tree_decides_by_its_rules(seed: int, max_ghosts: int, max_kept: int) -> None:
     _run(seed, num_requests=80, max_ghosts=max_ghosts, max_kept=max_kept)
 
 
-def test_the_tree_decides_as_its_rules_say_through_refits() -> None:
+def test_the_tree_decides_by_its_rules_through_refits() -> None:
     _run(1, num_requests=300, max_ghosts=12, max_kept=4)
 
 

@@ -1,4 +1,4 @@
-"""States in block tables over drawn sequences of steps: every path leaves what the rules leave."""
+"""States in block tables over drawn sequences of steps: every path equals the plain rules."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ WORLDS = [HostWorld, ON_DEVICE, partial(ON_DEVICE, by_kind=True), ResidentWorld,
 
 
 @given(models(64), SEEDS, st.lists(SEEDS, min_size=1, max_size=6))
-def test_plain_paths_leave_what_the_rules_leave(model, seed, step_seeds):
+def test_plain_paths_equal_the_rules(model, seed, step_seeds):
     check_worlds(model, seed, step_seeds, WORLDS)
 
 
@@ -33,7 +33,7 @@ NARROW = (Group(1, 3, torch.uint8, (2, 3, 5), torch.float16, gap=1),)
     ],
     ids=["wide SD", "wide DS", "narrow DS", "narrow SD"],
 )
-def test_kernels_leave_what_the_rules_leave(groups, is_ds, block_size, num_drafts, world, seed):
+def test_kernels_equal_the_rules(groups, is_ds, block_size, num_drafts, world, seed):
     """Through Triton's interpreter, over long sequences of steps."""
     model = Model(block_size, num_drafts, 3, is_ds, groups, max_requests=3)
     worlds = HostWorld, partial(ON_DEVICE, by_kind=True), world

@@ -91,7 +91,7 @@ def test_a_key_that_is_no_key_is_refused_after_one_that_is_equal(name):
     block_size=BLOCK_SIZES,
 )
 def test_a_prompt_is_hashed_as_alone_whatever_came_before_it(stem, rests, block_size):
-    """What it has in common with the last one is taken over from that, whose answer may go on."""
+    """Hashes of the common prefix come from the last prompt, whose answer may continue."""
     config = make_config(block_size_tokens=block_size, ssm_chunk_size=block_size)
     preparer = RequestPreparer(config)
     for number, (rest, answer, keys) in enumerate(rests):

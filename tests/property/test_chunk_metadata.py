@@ -1,4 +1,4 @@
-"""Chunk metadata against plain-Python oracles that walk the tokens one by one."""
+"""Chunk metadata compared with plain-Python oracles that walk the tokens one by one."""
 
 import numpy as np
 import torch
@@ -10,12 +10,12 @@ from mamba_cache.metadata import compute_chunk_metadata, compute_varlen_chunk_me
 CHUNK_SIZES = st.integers(1, 20)
 INT_DTYPES = st.sampled_from(["int32", "int64"])
 SEQUENCES = st.tuples(st.integers(0, 60), st.integers(0, 60))
-# Each sequence: the tokens that precede it, and its own. Few are cut one by one, many at once.
+# Each sequence: preceding tokens, own tokens. Few sequences are cut in a loop, many as arrays.
 BATCHES = st.lists(SEQUENCES, max_size=8) | st.lists(SEQUENCES, min_size=9, max_size=12)
 
 
 def walk(query_start_loc, phases, chunk_size):
-    """Opens a chunk at each sequence's start and wherever the token's position divides."""
+    """Open a chunk at each sequence's start and at each multiple of the chunk size."""
     starts, sequences, last = [], [], []
     for sequence, phase in enumerate(phases):
         first, end = query_start_loc[sequence], query_start_loc[sequence + 1]
@@ -54,7 +54,7 @@ def test_packed_grid_equals_walk(batch, chunk_size, dtype):
 
 @given(st.integers(0, 200), st.integers(0, 200), CHUNK_SIZES)
 def test_stopping_at_a_chunk_boundary_changes_no_chunk(computed, length, chunk_size):
-    """A hit computes the chunks of a miss: what a restored checkpoint relies on."""
+    """A hit computes the same chunks as a miss; exact restores depend on this."""
     whole, _, _ = compute_chunk_metadata(
         np.array([0, computed + length]), np.array([0]), chunk_size
     )

@@ -1,4 +1,4 @@
-"""The context under every order of calls, against a plain model of what may be found."""
+"""The context under every order of calls, compared with a plain model of the findable prefixes."""
 
 from context_machine import ContextMachine
 from example_counts import examples

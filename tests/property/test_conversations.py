@@ -1,7 +1,6 @@
-"""Random conversations with a prefix cache of every family: what the model says without one.
+"""Random conversations with a prefix cache, for every family: answers equal those without one.
 
-Some of each family in every run; ``python tests/conversation_search.py`` holds as many as are asked
-for.
+Some of each family in every run; ``python tests/conversation_search.py`` runs any number of them.
 """
 
 import pytest

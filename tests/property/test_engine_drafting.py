@@ -1,4 +1,4 @@
-"""The n-gram drafter against a search through all tokens, and what a call costs it."""
+"""The n-gram drafter compared with a search through all tokens, and its cost per call."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from mamba_cache.reference import NgramDrafter
 
 
 def search(tokens, max_drafts, max_ngram, min_ngram):
-    """What followed the latest earlier occurrence of the longest suffix that has one."""
+    """Return the tokens after the latest earlier occurrence of the longest repeated suffix."""
     for length in range(min(max_ngram, len(tokens) - 1), min_ngram - 1, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[-length:]:
@@ -25,7 +25,7 @@ def search(tokens, max_drafts, max_ngram, min_ngram):
     lengths=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
     max_drafts=st.integers(0, 6),
 )
-def test_proposes_what_a_search_finds(pieces, lengths, max_drafts):
+def test_proposals_equal_a_search(pieces, lengths, max_drafts):
     min_ngram, max_ngram = lengths
     drafter, tokens = NgramDrafter(max_ngram, min_ngram), []
     for piece in pieces:
@@ -35,7 +35,7 @@ def test_proposes_what_a_search_finds(pieces, lengths, max_drafts):
 
 
 class CountedReads(list):
-    """Tokens that count how many of them are looked at."""
+    """Tokens that count reads of their items."""
 
     num_read = 0
 

@@ -1,4 +1,4 @@
-"""The engine under every order of calls: each answer is that of a run alone and without a cache."""
+"""The engine under every order of calls: each answer equals that of a run alone, uncached."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ def answer(prompt, sampling):
 
 
 class Guesser:
-    """Proposes the right tokens, but for every few of them."""
+    """Proposes the right tokens, except at every fifth position."""
 
     def __init__(self, prompt, tokens):
         self._right = [*prompt, *tokens]
@@ -42,7 +42,7 @@ class Guesser:
 
 
 class Wild:
-    """Guesses at random, more than it is asked for."""
+    """Proposes random tokens, more than requested."""
 
     def __init__(self):
         self._random = Random(0)
@@ -54,7 +54,7 @@ class Wild:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """``self.wanted`` holds each request's prompt, sampling and answer until it is finished."""
+    """``self.expected`` holds each request's prompt, sampling and answer until it is finished."""
 
     @initialize(
         num_speculative_tokens=st.sampled_from([0, 1, 3]),
@@ -80,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             drafter=drafter or (lambda: Guesser(*self.newest)),
         )
         self.config = self.engine.context.config
-        self.wanted = {}
+        self.expected = {}
         self.received = {}
 
     @rule(
@@ -102,31 +102,31 @@ class EngineMachine(RuleBasedStateMachine):
         for index in range(n):
             request_id = (first, index) if index else first
             its_own = replace(sampling, seed=sampling.seed + index)
-            self.wanted[request_id] = prompt, its_own, answer(tuple(prompt), its_own)
+            self.expected[request_id] = prompt, its_own, answer(tuple(prompt), its_own)
             self.received[request_id] = []
 
     @rule(times=st.integers(1, 12), fails=st.booleans())
     def steps(self, times, fails):
-        """Steps of which the last one may fail."""
+        """Run steps, the last of which may fail."""
         if fails:
             self.model.failing_steps.add(self.model.num_steps + times)
         for _ in range(times):
             self.step()
 
-    @precondition(lambda self: self.wanted)
+    @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def cancel(self, data):
-        self.end(data.draw(st.sampled_from(list(self.wanted))))
+        self.end(data.draw(st.sampled_from(list(self.expected))))
 
     def end(self, request_id):
         self.engine.cancel(request_id)
-        del self.wanted[request_id]
+        del self.expected[request_id]
 
     @invariant()
     def invariants_hold(self):
         if hasattr(self, "engine"):
             self.engine.context.check_invariants()
-            assert self.engine.num_requests == len(self.wanted)
+            assert self.engine.num_requests == len(self.expected)
 
     def step(self):
         try:
@@ -140,7 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.check(event.completion)
 
     def check(self, done):
-        prompt, sampling, tokens = self.wanted.pop(done.request_id)
+        prompt, sampling, tokens = self.expected.pop(done.request_id)
         assert list(done.tokens) == self.received[done.request_id]
         longest = self.config.max_sequence_length + 1 - len(prompt)
         if done.finish_reason == "failed":
@@ -152,14 +152,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert done.tokens == tokens[:longest]
 
     def teardown(self):
-        """Whatever happened, the engine comes to an end and holds nothing then."""
+        """In the end the engine finishes all requests and holds nothing."""
         if not hasattr(self, "engine"):
             return
         for _ in range(2000):
-            if not self.wanted:
+            if not self.expected:
                 break
             self.step()
-        assert self.engine.num_requests == len(self.wanted) == 0
+        assert self.engine.num_requests == len(self.expected) == 0
         stats = self.engine.context.stats()
         assert stats.used_blocks == stats.reserved_slots == 0
 

@@ -1,4 +1,4 @@
-"""Verified tokens are those that would have been sampled one by one."""
+"""Verified tokens equal those sampled one by one."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def test_verify_wants_a_row_for_each_token(num_rows):
 
 
 def make_step(decode_lengths, num_prefills, rows):
-    """A step's metadata alone: nothing is computed."""
+    """Return only a step's metadata, without computing."""
     num_requests = len(decode_lengths) + num_prefills
     caches = PlainCaches(CONFIG, torch.float32, num_blocks=num_requests, block_size=8, num_rows=0)
     lengths = [*decode_lengths, *[3] * num_prefills]
@@ -112,7 +112,7 @@ def test_the_device_counts_the_drafts_that_stand(decode_lengths, num_prefills, s
 
 
 def test_verification_on_the_device_reads_nothing_back():
-    """On the meta device tensors have no values: whatever needs one on the host raises."""
+    """Tensors on the meta device have no values: reading one on the host raises."""
     metadata = make_step([3, 1], 1, [2, 0, 1])
     on_meta = {
         field.name: getattr(metadata, field.name).to("meta")

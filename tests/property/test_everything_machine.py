@@ -16,10 +16,10 @@ from mamba_cache.integrations.trace import TraceLog
 
 
 class Watched:
-    """What all of them do beside what the machine below does.
+    """Salt shares, pins, verified hits and the log, added to a tier's machine.
 
-    Whatever tiers lose and damage, aborted steps leave and pins hold: a hit is never what the model
-    does not compute, and each request is in the trace.
+    Whatever tiers lose or damage, steps abort and pins hold, a hit equals the model's own result,
+    and each request is in the trace.
     """
 
     def __init__(self):
@@ -64,7 +64,7 @@ class Watched:
             self.context._memory.verifier.judge(hit, None)
 
     @invariant()
-    def what_is_verified_is_right(self):
+    def verified_hits_are_right(self):
         if not hasattr(self, "context"):
             return
         stats = self.context.verification_stats()
@@ -88,11 +88,11 @@ class Watched:
 
 
 class WatchedDiskMachine(Watched, DiskMachine):
-    """Over a host tier and a disk."""
+    """The machine over a host tier and a disk."""
 
 
 class WatchedStoreMachine(Watched, StoreMachine):
-    """Over a host tier and a store."""
+    """The machine over a host tier and a store."""
 
 
 TestTieredMachine = all_drawn(TieredMachine.TestCase)

@@ -1,15 +1,15 @@
 """EvictionQueue holds no more than its items.
 
-That items leave in order, the machines of both allocators show.
+The machines of both allocators test the order of eviction.
 """
 
 from mamba_cache.cache.rows import EvictionQueue
 
 
 def test_stale_entries_do_not_pile_up() -> None:
-    """Elsewhere, nodes that were unlinked but not freed grew by gigabytes an hour."""
+    """In another system, unlinked but unfreed nodes grew by gigabytes an hour."""
     queue = EvictionQueue()
-    queue.push(9, 20_000)  # left alone, so it must survive every rebuild
+    queue.push(9, 20_000)  # never changed, so it must survive every rebuild
     for time in range(10_000):
         queue.push(time % 8, time)
         assert len(queue._heap) <= 2 * len(queue) + 17

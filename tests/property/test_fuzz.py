@@ -46,10 +46,10 @@ def test_several_arguments_take_anything_or_refuse_it(name, data):
 
 
 def try_call(target, it, before, changes):
-    """Calls with some arguments changed; returns whether they are accepted."""
+    """Call with some arguments changed; return whether they are accepted."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of numpy and torch, about values that are refused
+            warnings.simplefilter("ignore")  # numpy and torch warn of values that are refused
             target.call(it, **target.arguments(it) | changes)
     except MambaCacheError as refusal:
         error = refusal

@@ -1,4 +1,4 @@
-"""KVBlockAllocator against a plain-Python model, over random forests of prefixes."""
+"""KVBlockAllocator compared with a plain-Python model, over random forests of prefixes."""
 
 from collections import Counter
 
@@ -26,20 +26,20 @@ from mamba_cache.events import Removed, Stored
 
 POOL_SIZE = 9
 HASHER = BlockHasher(secret=b"fixed")
-# Few tokens and one of them a block, so that prefixes meet, branch and collide all the time.
+# Few different tokens, one a block, so that prefixes often meet, branch and collide.
 SEQUENCES = st.lists(st.integers(0, 1), max_size=5).map(tuple)
 BLOCKS = st.integers(0, POOL_SIZE - 2)
 
 
 class Model:
-    """What the allocator should do, by scanning everything. A prefix stands for its hash."""
+    """The expected allocator, by full scans. A prefix stands for its hash."""
 
     def __init__(self):
         self.refs = [0] * (POOL_SIZE - 1)
         self.used_at = [0] * (POOL_SIZE - 1)
         self.block_of = {}  # prefix -> block
         self.clock = 0
-        self.states = set()  # blocks with a state, where they are followed
+        self.states = set()  # blocks with a state, if the policy considers states
 
     @property
     def prefix_of(self):
@@ -49,10 +49,10 @@ class Model:
         return [b for b, refs in enumerate(self.refs) if not refs and b not in self.prefix_of]
 
     def leaves(self):
-        """Cached blocks without cached children, the first to evict in front.
+        """Return cached blocks without cached children, in order of eviction.
 
-        Those with used children, of requests with a copy of their own, go last; those with a state
-        before them, the lowest first.
+        Blocks whose children are in use by requests with their own copy go last. Blocks with a
+        state go just before, the lowest first.
         """
         cached = {prefix: b for prefix, b in self.block_of.items() if not self.refs[b]}
         parents = {prefix[:-1] for prefix in self.block_of}
@@ -67,7 +67,7 @@ class Model:
         return [block for _, _, block in sorted(leaves)]
 
     def victims(self):
-        """All that could be evicted, in order."""
+        """Return all evictable blocks, in order of eviction."""
         trial = Model()
         trial.refs, trial.used_at = self.refs, self.used_at
         trial.block_of, trial.states = dict(self.block_of), self.states
@@ -78,7 +78,7 @@ class Model:
         return order
 
     def below(self, blocks):
-        """What goes with blocks: the prefixes that begin with one of theirs."""
+        """Return the prefixes removed with blocks: all that begin with a prefix of the blocks."""
         gone = [p for p, b in self.block_of.items() if b in set(blocks)]
         return {
             prefix: block
@@ -102,21 +102,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
         self.model = Model()
         self.requests = []
-        self.told = []
+        self.removed = []
         self.evicted = 0
         self.known = {}  # digest -> prefix
-        self.index = {}  # digest -> block, as somebody knows it who only hears of events
-        self.pool.listeners.add(self.hear, Stored, Removed)
+        self.index = {}  # digest -> block, as derived from events only
+        self.pool.listeners.add(self.on_event, Stored, Removed)
 
     def hashes(self, prefix):
         hashes = compute_block_hashes(prefix, 1, hasher=HASHER)
         self.known.update((d, tuple(prefix[: i + 1])) for i, d in enumerate(hashes.digests))
         return hashes
 
-    def hear(self, event):
+    def on_event(self, event):
         if isinstance(event, Removed):
             if event.block_ids:
-                self.told.append(dict(zip(event.block_ids, event.digests, strict=True)))
+                self.removed.append(dict(zip(event.block_ids, event.digests, strict=True)))
             for block, digest in zip(event.block_ids, event.digests, strict=True):
                 assert self.index.pop(digest) == block
             assert not (event.is_reset and self.index)
@@ -135,12 +135,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         return bool(prefix) and self.hashes(prefix).digests[-1] in self.index
 
     def forget(self, blocks):
-        """Take the blocks' hashes from the model, and expect that observers are told."""
+        """Remove the blocks' hashes from the model, and expect an event."""
         gone = {b: self.hashes(p).digests[-1] for p, b in self.model.below(blocks).items()}
         self.model.block_of = {p: b for p, b in self.model.block_of.items() if b not in gone}
         self.model.states -= gone.keys()
-        assert self.told == ([gone] if gone else [])
-        self.told.clear()
+        assert self.removed == ([gone] if gone else [])
+        self.removed.clear()
 
     @rule(num_blocks=st.integers(0, POOL_SIZE))
     def allocate(self, num_blocks):
@@ -156,7 +156,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return None
         taken = self.pool.allocate_memory_blocks(num_blocks)
         evicted = victims[: max(num_blocks - len(free), 0)]
-        below = self.model.below(evicted).values()  # what goes with them is free as well
+        below = self.model.below(evicted).values()  # blocks removed with them are free, too
         freed = [block for block in below if not self.model.refs[block]]
         assert set(taken) <= {*free, *freed}
         assert [block for block in taken if block in evicted] == evicted
@@ -182,7 +182,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(prefix=SEQUENCES, looks_first=st.booleans())
     def start_request(self, prefix, looks_first):
-        """Without a look, as when another request of the same step computes the prefix too."""
+        """Start without a match if another request of the same step computes the prefix."""
         matched = self.pool.match_prefix(self.hashes(prefix))
         assert matched == self.expected_match(prefix)
         matched = matched if looks_first else []
@@ -240,8 +240,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     def reset(self):
         gone = {b: self.hashes(p).digests[-1] for b, p in self.model.prefix_of.items()}
         self.pool.reset()
-        assert self.told == ([gone] if gone else [])
-        self.told.clear()
+        assert self.removed == ([gone] if gone else [])
+        self.removed.clear()
         self.model, self.requests, self.evicted = Model(), [], 0
 
     def expected_match(self, prefix):
@@ -283,20 +283,20 @@ class RefZeroMachine(AllocatorMachine):
 
 
 class WholeArraysMachine(AllocatorMachine):
-    """Blocks are counted by whole arrays, as otherwise only many of them are."""
+    """Blocks are counted by whole arrays, as otherwise only for many blocks."""
 
     few = 0
 
 
 class LowestFirst(AdaptiveSlotPolicy):
-    """Gives up the state of the lowest block."""
+    """Evicts the state of the lowest block."""
 
     def least_loss(self, slots):
         return int(self.slot_to_block[slots].argmin())
 
 
 class FollowsStatesMachine(AllocatorMachine):
-    """Blocks with a state go after those without, as the policy of their slots says."""
+    """Blocks with a state are evicted after those without, in the order of the slot policy."""
 
     @initialize()
     def start(self):
@@ -305,13 +305,13 @@ class FollowsStatesMachine(AllocatorMachine):
         self.slots = SlotPool(4, self.pool, policy=policy)
         policy.slot_to_block = self.slots.slot_to_block
 
-    def hear(self, event):
+    def on_event(self, event):
         if event.kind == "block":
-            super().hear(event)
+            super().on_event(event)
 
     @rule(prefixes=st.lists(SEQUENCES, min_size=2, max_size=3), data=st.data())
     def a_full_cache_makes_room(self, prefixes, data):
-        """Prompts that came at once are cached, but for one that runs, and some have states."""
+        """Cache prompts admitted together, except one that still runs; some blocks get states."""
         for prefix in prefixes:
             self.start_request(prefix, looks_first=data.draw(st.booleans()))
         while len(self.requests) > 1:

@@ -1,4 +1,4 @@
-"""Subscribers know what prompts can use, whatever happens to the cache and on the way."""
+"""Subscribers know all usable prefixes, whatever happens to the cache and to messages."""
 
 import random
 from contextlib import ExitStack
@@ -21,14 +21,14 @@ MODES = ("resident", "reachable")
 
 
 def take_over(known, events):
-    """Have a router hear of events that are not encoded."""
+    """Apply events to a router's view, without encoding."""
     for event in events:
         known.apply(event)
 
 
 @examples(100)
 @given(st.randoms(use_true_random=False), st.sampled_from(MODES))
-def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
+def test_subscribers_match_the_definition_after_every_call(rng, mode):
     cache, view, known = RecordedCache(), EventView(BLOCK, mode), Known()
     cache.listeners.add(view.apply, Stored, Removed)
     for _ in range(40):
@@ -49,7 +49,7 @@ def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
 def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_same(
     seed, mode, num_silent
 ):
-    # Not Hypothesis's own: what is drawn for losses depends on when messages arrive.
+    # Not Hypothesis's random: the draws for losses depend on the arrival times of messages.
     rng, fate, cache = random.Random(seed), random.Random(seed), RecordedCache()
     with by_hand(mode) as publisher, ExitStack() as connected:
         observe(cache, publisher)
@@ -65,11 +65,11 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
             for one in (always, lossy, *([away] if number < 4 else [])):
                 one.receive(publisher._step)
         away.disconnect()
-        for _ in range(num_silent):  # more than the log has, or fewer
+        for _ in range(num_silent):  # more messages than the log holds, or fewer
             publisher._send([])
         cache.load(rng, 3)
         away.connect()
-        subscribers.append(connected.enter_context(Subscriber(publisher)))  # late
+        subscribers.append(connected.enter_context(Subscriber(publisher)))  # joins late
         lossy.loses = lambda: False
         expected = cache.expected(mode)
         for _ in range(1000):
@@ -83,7 +83,7 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
+def test_the_publishers_own_thread_publishes_all_under_load(mode, rng):
     draw, fate, cache = random.Random(int(rng.integers(2**32))), random.Random(0), RecordedCache()
     endpoints = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
     with (

@@ -1,6 +1,6 @@
-"""MambaSlotAllocator against a model of plain dicts, with an embedder that writes at random.
+"""MambaSlotAllocator compared with a model of plain dicts, with random writes of an embedder.
 
-The model knows the bits of every saved state, so a state that was lost, mixed or misplaced shows.
+The model keeps the bits of every saved state, so a lost, mixed or misplaced state is noticed.
 """
 
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         add_live_states(self.context, self.generator)
         self.allocator = make_allocator(max_slots, context=self.context, policy=policy())
         for tensor in (self.allocator.conv_states, self.allocator.ssm_states):
-            randomize(tensor, self.generator)  # poison: no slot may show what nobody saved
+            randomize(tensor, self.generator)  # poison: unsaved slots must not be read
         self.max_slots = max_slots
         self.kv_blocks = self.context.kv_block_allocator
         self.kv_blocks.block_hashes[:] = torch.arange(NUM_BLOCKS) + 1
@@ -69,7 +69,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.last_use, self.clock = {}, 0
         self.skipped = self.evicted = self.refused = 0
 
-    # What the model derives.
+    # Derived facts of the model.
 
     @property
     def slot_of(self):
@@ -80,7 +80,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         return self.max_slots - len(self.cached) - len(self.reserved)
 
     def victims(self, protected):
-        """Evictable slots, the first to go first."""
+        """Return evictable slots in order of eviction."""
         held = {lease.slot for lease in self.leases}
         evictable = [
             slot
@@ -91,7 +91,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         if type(self.allocator.policy) is LruSlotPolicy:
             evictable.sort(key=lambda slot: int(self.kv_blocks.block_timestamps[self.cached[slot]]))
         elif isinstance(self.allocator.policy, AdaptiveSlotPolicy):
-            # Its knowledge has tests of its own; here, that the pool follows it.
+            # Other tests cover the policy's choice; this one, that the pool follows it.
             slots = np.array(evictable, np.int64)
             of_slots = self.allocator.slot_to_block.numpy()[slots]
             evictable = self.allocator.policy.choose(len(slots), slots, of_slots, self.kv_blocks)
@@ -99,7 +99,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             evictable.sort(key=lambda slot: self.last_use.get(slot, 0))
         return evictable
 
-    # What the model does.
+    # Changes of the model.
 
     def vacate(self, slot):
         block = self.cached.pop(slot)
@@ -107,7 +107,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.old_leases += [lease for lease in self.leases if lease.slot == slot]
         self.leases = [lease for lease in self.leases if lease.slot != slot]
         self.forget(block)
-        if self.found.get(block + 1) == block:  # as the KV blocks' owner has it
+        if self.found.get(block + 1) == block:  # as in the owner of KV blocks
             del self.found[block + 1]
 
     def forget(self, block):
@@ -135,11 +135,11 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         return live_bits(self.context, row)
 
     def save(self, slots, of):
-        """Saves live states and keeps their bits in the model."""
+        """Save live states and keep their bits in the model."""
         self.bits.update({slot: self.row_bits(r) for slot, r in zip(slots, of, strict=True)})
         self.allocator.store_from_live_batch(slots, of)
 
-    # The embedder.
+    # Calls of the embedder.
 
     @rule(data=st.data())
     def embedder_writes(self, data):
@@ -205,7 +205,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         is_asked=st.booleans(),
     )
     def reserve_for_a_prompt(self, wanted, length, first, is_asked):
-        """The policy may refuse what nobody asked for; whatever it gives up could be evicted."""
+        """The policy may refuse unrequested states; each of its victims must be evictable."""
         pool = self.allocator
         hash_ids = [10 * first + n for n in range(length)]
         prompt = pool.policy.on_request(PromptFacts(hash_ids, 16, 0, length))
@@ -254,7 +254,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             self.touch(stored)
 
     def keep(self, wanted):
-        """Splits what there is room for from a batch, as (index, block) pairs."""
+        """Return the entries of a batch that fit, as (index, block) pairs."""
         room, kept, new = self.num_free + len(self.victims(wanted)), [], set()
         for index, block in enumerate(wanted):
             if block not in self.slot_of and block not in new:
@@ -373,7 +373,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.allocator.policy.on_consumed([slot])
         self.touch([slot])
 
-    # Losing.
+    # Removing.
 
     @rule(data=st.data())
     def free_unread(self, data):
@@ -442,7 +442,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             commit, zeros = self.allocator.commit_reserved, [0] * len(slots)
             self.is_refused(InvalidArgumentError, commit, slots, zeros)
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def invariants_hold(self):

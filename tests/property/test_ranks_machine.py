@@ -1,4 +1,4 @@
-"""Several ranks of one model, whose tiers hold other things, under every order of calls."""
+"""Several ranks of one model, with different entries in their tiers, under every order of calls."""
 
 from example_counts import examples
 from fresh_examples import all_drawn

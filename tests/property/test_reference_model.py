@@ -1,6 +1,6 @@
-"""The reference model's scan and convolution have the same bits however a sequence is cut.
+"""The reference model's scan and convolution give equal bits for every cut of a sequence.
 
-tests/unit/test_reference_model.py holds the model to its formulas.
+tests/unit/test_reference_model.py compares the model with its formulas.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ def cut(inputs, tokens):
 
 
 def chunk_layout(start, num_tokens, chunk_size):
-    """The chunks of one sequence, from a position on."""
+    """Return the chunks of one sequence from a position on."""
     parts = compute_chunk_metadata(np.array([0, num_tokens]), np.array([start]), chunk_size)
     ends, sequences, last = (torch.from_numpy(part).long() for part in parts)
     return ChunkLayout.build(ends, sequences, last, chunk_size, num_tokens)
@@ -43,7 +43,7 @@ def chunk_layout(start, num_tokens, chunk_size):
 def test_scan_resumed_on_the_chunk_grid_repeats_every_bit(
     num_chunks, chunk_size, groups, seed, data
 ):
-    """Why checkpoints lie on the grid: a resumed scan computes the very chunks of a longer one."""
+    """Checkpoints lie on the chunk grid so that a resumed scan computes the same chunks."""
     normal, num_tokens = drawing(seed), num_chunks * chunk_size
     heads = 2 * groups
     inputs = SSDInputs(

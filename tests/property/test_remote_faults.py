@@ -1,6 +1,6 @@
-"""A store that fails in every way: what comes back is right, or a counted miss.
+"""A store that fails in every way: each load is right or a counted miss.
 
-Ways that come together, at any moment: the machine over a store, tests/support/store_machine.py.
+Combined faults at any moment: the machine over a store, tests/support/store_machine.py.
 """
 
 import pytest
@@ -16,7 +16,7 @@ NUM_ENTRIES = 4
 
 
 class Run:
-    """Calls of two tiers over one store, as of two processes, and what became of each."""
+    """Calls of two tiers over one store, as in two processes, with their answers."""
 
     def __init__(self, monkeypatch, seed):
         self.bench = Bench(monkeypatch, num_threads=2)
@@ -31,7 +31,7 @@ class Run:
                 assert self.bench.put(number, kind) is None
 
     def begin(self, call, number, kind, which):
-        """Begin a call of one of the tiers; it may not be taken."""
+        """Begin a call of one of the tiers, which may refuse it."""
         tier, facts, answer = self.benches[which].tier, facts_of(number, kind), Answer()
         into = buffer_for(facts) if call == "load" else None
         given = {"put": (facts, payload_of(number, kind)), "load": (facts, into)}
@@ -39,10 +39,10 @@ class Run:
             self.open.append((answer, into, (number, kind)))
 
     def wait(self):
-        """What is under way ends, with the clock turned as far as it takes."""
+        """End all calls under way, advancing the clock as far as needed."""
         for each in self.benches:
             while not each.tier.flush(0.02):
-                # A call that is only slow, on a busy machine, is not given up.
+                # A call that is only slow on a busy machine must not time out.
                 if self.bench.faulty.num_hanging or not all(
                     b.tier.is_healthy for b in self.benches
                 ):
@@ -51,7 +51,7 @@ class Run:
         self.look()
 
     def look(self):
-        """Every answer so far is right."""
+        """Assert that every answer so far is right."""
         for answer, into, wanted in self.open:
             if answer.calls:
                 assert len(answer.calls) == 1
@@ -72,16 +72,16 @@ class Run:
             stats = each.tier.stats()
             if sum(stats.refused.values()) + sum(stats.dropped.values()) == 0:
                 assert stats.restored == stats.loads
-        # A store that is well again is used again, whatever it did.
+        # A recovered store is used again after every fault.
         self.bench.turn(5.1)
         self.other.turn(61)
         for each in self.benches:
-            # Again, for the clock may have turned while the store was being asked.
+            # Repeated, as the clock may have advanced during a call of the store.
             wait_until(lambda each=each: each.tier.is_healthy or each.turn(5.1))
         for number in range(NUM_ENTRIES):
             self.bench.put(number)
             found = self.other.load(number)
-            if not isinstance(found, bytes):  # it was bad, and has been removed
+            if not isinstance(found, bytes):  # the entry was bad and has been removed
                 self.other.end()
                 self.other.put(number)
                 self.bench.turn(61)
@@ -96,7 +96,7 @@ class Run:
 
 
 def store_and_fetch(run, number, kind, *, is_damaged):
-    """One process stores an entry, the other asks for it and loads it."""
+    """Store an entry in one process; look it up and load it in the other."""
     run.begin("put", number, kind, number % 2)
     run.wait()
     if is_damaged:
@@ -108,7 +108,7 @@ def store_and_fetch(run, number, kind, *, is_damaged):
 
 
 def have_it_probed(run):
-    """Both leave the store alone, until they have asked whether it is back."""
+    """Pause the store in both processes until they have probed its health."""
     for each in run.benches:
         wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._num_hung)
     before = sum(run.bench.faulty.injected.values())
@@ -128,7 +128,7 @@ def have_it_probed(run):
     ("call", "trouble"), EVERY, ids=lambda each: str(getattr(each, "value", each))
 )
 def test_every_trouble_of_every_call_is_survived_and_counted(call, trouble, seed) -> None:
-    """Each is met, and after each every entry is right or missed for a reason that is counted."""
+    """Each fault occurs; afterwards every entry is right, or a miss with a counted reason."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("threading.excepthook", lambda args: None)
         run = Run(patch, seed)

@@ -8,7 +8,7 @@ TestSpeculationMachine.settings = examples(100)
 
 
 class StepsAheadMachine(SpeculationMachine):
-    """Without drafts: the next step begins before the tokens of the last one are there."""
+    """Without drafts: the next step begins before the last step's tokens have arrived."""
 
     num_drafts = 0
 

@@ -1,4 +1,4 @@
-"""The tensors of a step against plain-Python loops over its plan."""
+"""The tensors of a step compared with plain-Python loops over its plan."""
 
 import itertools
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def plans(draw, sizes=SIZES):
 
 
 def draw_rest(draw, end, longest):
-    """What else a chunk of a prompt has: where it resumes, and whether it saves its end."""
+    """Draw the other facts of a prompt's chunk: where it resumes, and whether it saves its end."""
     slots = st.none() | st.integers(0, 9)
     source, saved = draw(slots), draw(slots)
     return {
@@ -74,7 +74,7 @@ def draw_rest(draw, end, longest):
 
 
 def oracle(drawn, tables):
-    """Every tensor as a list without padding, by loops."""
+    """Return every tensor as a list without padding, by loops."""
     chunk, block, live_rows, decodes, prefills, saved = drawn
     out = {name: [] for name in (
         "token_ids", "positions", "kv_slot_mapping", "num_computed_tokens", "seq_lens",
@@ -167,7 +167,7 @@ ROOM_OF = {name: room for room, names in ROOM.items() for name in names}
 
 
 def assert_as_long_as_a_step_may_be(metadata, chunk):
-    """Kernels of a captured graph read all of each tensor, whatever the step has."""
+    """Tensors have full length: kernels of a captured graph read all of each tensor."""
     # Each request may begin and end inside a chunk; there are no more chunks than tokens.
     chunks = min(MAX_TOKENS // chunk + 2 * MAX_REQUESTS, MAX_TOKENS)
     expected = ROOM_OF | {"cu_chunk_seqlens": chunks + 1, "chunk_seq_idx": chunks}
@@ -201,7 +201,7 @@ def fill(buffers, table, drawn, group=None):
 
 
 def assert_equals_loops(metadata, drawn, tables):
-    """Return what the loops give."""
+    """Assert equality with the loops; return the loops' tensors."""
     chunk, *_, decodes, prefills, _ = drawn
     wanted = oracle(drawn, tables)
     assert_as_long_as_a_step_may_be(metadata, chunk)
@@ -229,7 +229,7 @@ def assert_equals_loops(metadata, drawn, tables):
 
 @given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans())
 def test_tensors_equal_loops(before, drawn, seed, changes):
-    """Also after another plan, whose values must not shine through the padding.
+    """Values of an earlier plan must not remain in the padding.
 
     Tables whose stamps have not changed are not copied again.
     """
@@ -259,7 +259,7 @@ def test_tensors_equal_loops(before, drawn, seed, changes):
 
 
 class Sent(step_buffers._HostSide):
-    """A host side with memory of its own, as there are several on a GPU."""
+    """A host side with separate memory; a GPU has several."""
 
     def __init__(self, fields, device_buffer):
         super().__init__(fields, torch.zeros_like(device_buffer))
@@ -273,7 +273,7 @@ class Sent(step_buffers._HostSide):
 )
 @pytest.mark.parametrize("few", [0, 8])
 def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(few, steps, seed, data):
-    """What one of them was told is not asked of another, with the group of decodes before, too."""
+    """Cached facts of one host buffer do not apply to another, with the same group, too."""
     rng = np.random.default_rng(seed)
     tables = rng.integers(0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32)
     table = make_table(tables)
@@ -283,7 +283,7 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(few, steps, 
     groups = {}
     for number in data.draw(st.lists(st.sampled_from(range(len(steps))), max_size=20)):
         *_, decodes, _, _ = drawn = steps[number]
-        # A group that goes on is the same array.
+        # A continuing group is the same array.
         ids = tuple(piece.row for piece in decodes)
         group = groups.setdefault(ids, group_of(decodes))
         for host in hosts:
@@ -302,7 +302,7 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(few, steps, 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
-    """Neither int32 nor the 53 bits of a float hold the largest."""
+    """The largest index fits neither int32 nor the 53 bits of a float."""
     block, block_size = 2**31 - 1, 2**23 + 1
     pieces = [part(0, 6, [1])]
     decodes, prefills = ([], pieces) if is_prefill else (pieces, [])
@@ -313,7 +313,7 @@ def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
 
 
 def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
-    """Stamps say that a table is as it was, not that it is still where it was."""
+    """Equal stamps mean an unchanged table, but its place in the buffer may be overwritten."""
     decoding, prefilling = (
         (2, 4, 1, [part(3, 5, [1])], [], []),
         (2, 4, 1, [], [part(4, 3, [2])], []),

@@ -1,4 +1,4 @@
-"""Keys, headers and identities for any values: read as written, and damage is always noticed."""
+"""Keys, headers and identities of any values: read as written, and damage is always noticed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -19,7 +19,7 @@ EXPECTED = {
     "partial batch": {"right", "missing"},
     "slow copy": {"right", "missing"},
 }
-"""Outcomes without which a kind of fault would not be what it is called."""
+"""Outcomes that each kind of fault must produce."""
 
 
 @pytest.mark.parametrize("name", FAULTS)

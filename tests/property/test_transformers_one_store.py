@@ -1,6 +1,6 @@
-"""Calls of ``generate`` and ``generate_batch`` in any order: each finds what the others cached.
+"""Calls of ``generate`` and ``generate_batch`` in any order find each other's entries.
 
-That each answer is the model's own tests/property/test_conversations.py shows.
+tests/property/test_conversations.py checks that each answer is the model's own.
 """
 
 import pytest
@@ -26,8 +26,8 @@ from transformers_rig import BLOCK
     ),
     seed=st.integers(0, 2**16),
 )
-def test_with_room_each_turn_goes_on_from_the_last_whoever_answered_it(name, length, turns, seed):
-    """What either answered is found to the last block boundary."""
+def test_with_room_each_turn_continues_the_last_one_of_either_call(name, length, turns, seed):
+    """Answers of both calls are found up to the last block boundary."""
     one, generator = subject(name), torch.Generator().manual_seed(seed)
     cache, told, least = one.cache(), tokens(generator, length), 0
     for is_batch, count, own in turns:

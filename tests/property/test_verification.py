@@ -1,4 +1,4 @@
-"""Verified hits of the reference engine: none differs, and one that is corrupted always does."""
+"""Verified hits of the reference engine: correct hits never differ, corrupted ones always do."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ SETTINGS = st.fixed_dictionaries(
 
 @st.composite
 def conversations(draw):
-    """Rounds of prompts that begin alike; an answer is often a part of the next prompt."""
+    """Draw rounds of prompts with common prefixes; an answer is often part of the next prompt."""
     beginnings = draw(BEGINNINGS)
     return [
         [
@@ -36,7 +36,7 @@ def conversations(draw):
 
 
 def converse(engine, rounds):
-    """Runs all prompts, and the first of each round again with its answer."""
+    """Run all prompts, and the first of each round again with its answer."""
     sampling = SamplingParams(max_new_tokens=11)
     for prompts in rounds:
         ends = engine.generate(prompts, sampling)
@@ -49,7 +49,7 @@ def verify_pending(engine):
 
 
 @given(conversations(), SETTINGS)
-def test_what_is_clean_differs_in_nothing(rounds, settings):
+def test_clean_hits_never_differ(rounds, settings):
     engine = make_engine(verify_hits=1.0, **settings)
     converse(engine, rounds)
     verify_pending(engine)
@@ -61,7 +61,7 @@ def test_what_is_clean_differs_in_nothing(rounds, settings):
 
 
 @given(conversations(), st.data())
-def test_what_is_corrupted_differs(rounds, data):
+def test_corrupted_hits_differ(rounds, data):
     engine = make_engine(verify_hits=1.0)
     context = engine.context
     converse(engine, rounds)
