@@ -1,7 +1,7 @@
-"""Print as JSON how kernels access memory once they are compiled for a GPU; no GPU is needed.
+"""Compile kernels for a GPU and print their memory accesses as JSON; no GPU is needed.
 
-``test_compilation.py`` runs this in a process of its own: Triton does not compile in one that
-interprets kernels.
+``test_compilation.py`` runs this in a separate process: Triton does not compile in a process
+that interprets kernels.
 """
 
 import json
@@ -17,12 +17,12 @@ from mamba_cache.integrations.vllm import align_kernels
 from mamba_cache.states.kernels import checksum, copy, extract, quantize
 
 TARGET = GPUTarget("cuda", 90, 32)
-# Nemotron-H's, Granite's and Qwen3-Next's, and odd ones: dtype, queries a head, its size, block.
+# Nemotron-H, Granite, Qwen3-Next, and an odd shape: dtype, queries per head, head size, block.
 HEADS = [("bf16", 4, 128, 256), ("bf16", 4, 64, 256), ("bf16", 8, 256, 256), ("fp32", 4, 40, 48)]
 
 
 def build(kernel, types, constants, *, aligned=(), other="i32", **options):
-    """Compile a kernel; ``types`` names those of its arguments that are not ``other``."""
+    """Compile a kernel; ``types`` maps arguments to types, all others have type ``other``."""
     names = kernel.arg_names
     kinds = {name: types.get(name, other) for name in names}
     source = ASTSource(
@@ -58,7 +58,7 @@ def codes(alignment):
         "ROWS": rows, "COLUMNS": columns, "CODES_ALIGNMENT": alignment,
         "NARROW_WORD": tl.int64, "TILES_PER_CHUNK": 16, "PAIRS": 1,
     }  # fmt: skip
-    # As Triton sees aligned tensors; what is said of codes is left to the kernel.
+    # Alignment as Triton infers for aligned tensors; the kernel itself declares that of codes.
     aligned = ("chunks", "states", "scales", "states_layer_stride", "states_row_stride")
     options = quantize.STORE_OPTIONS
     return stores(build(copy._copy_kernel, types, constants, aligned=aligned, **options))

@@ -1,4 +1,4 @@
-"""Where kernels run in these tests: on the GPU if there is one, else in Triton's interpreter."""
+"""Device of the kernels in these tests: the GPU if there is one, else Triton's interpreter."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def device() -> torch.device:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel, its twin, and the kernel as in a CUDA graph must pass the same tests.
 
-    In a graph one program walks through many entries of a list; here through few, so that lists
-    take several programs.
+    In a graph one program handles many list entries; here it handles few, so that a list takes
+    several programs.
     """
     if request.param == "triton as captured":
         for kernels in (copy, extract):

@@ -1,4 +1,4 @@
-"""Copies between columns, the kernels and their plain twins alike, compared by bits."""
+"""Copies between columns, by the kernels and their plain twins, compared by bits."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,13 +12,13 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext, align_kernels
 from mamba_cache.states import PAD_SLOT_ID
 
-# Some tiles of 4 KiB and a part of one; the second kind takes narrow words.
+# Some tiles of 4 KiB and a partial tile; the second kind needs narrow words.
 WIDE = Group(1, channels=300, conv_dtype=torch.float32, ssm_shape=(1301,))
 ODD = Group(1, channels=333, conv_dtype=torch.uint8, ssm_shape=(5001,), ssm_dtype=torch.int8, gap=1)
 ROWS = 4
 
 
-# On a GPU the plain twins have nothing to read from.
+# The plain twins cannot read GPU memory.
 @pytest.fixture(params=["triton"] if torch.cuda.is_available() else ["torch", "triton"])
 def backend(request):
     return request.param
@@ -28,7 +28,7 @@ layouts = pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
 
 
 class Setup:
-    """A context over random states, and a copy of them that a loop changes."""
+    """A context over random states, and a copy of the states that a plain loop changes."""
 
     def __init__(self, device, backend, seed, *groups, is_ds=False, num_drafts=4):
         self.device = device
@@ -51,7 +51,7 @@ class Setup:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def precopy(self, *moves, rows=None):
-        """Copies (source, destination, bias) of each row."""
+        """Run the copies, given as (source, destination, bias) of each row."""
         sources, columns, biases = (self.ints(*each) for each in zip(*moves, strict=True))
         mapping = None if rows is None else self.ints(*rows)
         num_reqs = len(moves if rows is None else rows)
@@ -86,14 +86,14 @@ def test_states_of_many_tiles(is_ds, groups, device, backend, seed):
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])
-def test_what_a_step_has_crossed(is_in_place, device, backend, seed):
+def test_boundaries_that_a_step_has_crossed(is_in_place, device, backend, seed):
     """Decisions rest on a snapshot of the counts (vLLM 53919)."""
     setup = Setup(device, backend, seed, WIDE)
     counts = setup.ints(3, 1, 3, 3)
     if is_in_place:
         counts = setup.context.num_accepted_tokens_out.copy_(counts)
-    # 5 and then 7 tokens; padding, whose boundary at 0 is no column's end; a state that is where it
-    # belongs; and one that is to be shifted.
+    # 5 and then 7 tokens; padding, whose boundary at 0 is no column's end; a state already in
+    # place; and a state to shift.
     columns, scheduled, computed = setup.ints(1, 0, 0, 1), setup.ints(1, 0, 4, 0), (4, 0, 0, 6)
     setup.context.run_fused_postprocess(
         4, counts, columns, scheduled, setup.ints(*computed), setup.ints(0, 0, 0, 0)
@@ -114,7 +114,7 @@ def test_skipped_rows_and_padded_columns_are_left_alone(device, backend, seed):
 
 
 def test_blocks_of_the_running_columns_are_looked_up(device, seed):
-    """All groups at once, into a place that does not change."""
+    """One call looks up all groups, into a buffer with a fixed address."""
     setup = Setup(device, "auto", seed, WIDE, ODD, num_drafts=2)
     context, lengths = setup.context, setup.ints(0, 9)
     found = context.compute_aligned_state_indices(lengths, 2)
@@ -141,7 +141,7 @@ def test_programs_that_share_a_state_copy_every_tile_once(parts, device, seed, m
 
 
 def test_block_tables_at_a_stride(device, backend, seed):
-    """One row stride for all groups, and first bound by a batch of fewer rows."""
+    """All groups share a row stride, and the first binding has fewer rows."""
     setup = Setup(device, backend, seed, ODD, Group())
     wide = torch.zeros(ROWS, 16, dtype=torch.int32, device=device)
     tables = [wide.clone() for _ in range(2)]
@@ -172,7 +172,7 @@ def test_offsets_past_int32(device, backend):
     assert torch.equal(conv[2], conv[0])
 
 
-# Kernels trust block tables; the twins check them.
+# Kernels trust block tables; the twins check block tables.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checksums of tensors: the kernel and its twin alike, and what no change may escape."""
+"""Checksums of tensors: kernel and twin agree, and every change is noticed."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def heads_first(parts):
 
 
 def measured(kernels, plan, expected, stride=1, phase=0):
-    """Return the sums of a sample, 7 for other chunks, and whether one is not as expected."""
+    """Return the sums of a sample (7 for other chunks), and whether any sum differs."""
     heads, device = plan.bounds[len(plan.parts) // 2], plan.chunks.device
     sample = slice(0, 1), heads, range(heads + phase, plan.num_chunks, stride), plan.num_chunks
     row = expected.to("cpu" if kernels is checksum_torch else device, copy=True)
@@ -52,16 +52,16 @@ def parts_of(memory, sizes, offsets):
     data=st.data(),
 )
 def test_kernel_equals_its_twin(sizes, offsets, stride, data, device):
-    """Of tensors of any sizes at any addresses, whole and in samples."""
+    """Tensors have any sizes and addresses, summed whole and in samples."""
     seed, phase = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, stride - 1))
     generator = torch.Generator().manual_seed(seed)
-    count = sum(sizes) + sum(offsets)  # those of the gaps that are not used, too
+    count = sum(sizes) + sum(offsets)  # unused gaps included
     memory = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).to(device)
     parts = [part[None] for part in parts_of(memory, sizes, offsets)]
     plan = heads_first(parts)
     expected = torch.zeros(plan.num_chunks, dtype=torch.int64)
     everything, _ = measured(checksum_torch, plan, expected)
-    # Where a part lies does not count.
+    # Addresses of parts do not change the sums.
     elsewhere = heads_first([part.clone() for part in parts])
     assert torch.equal(measured(checksum, elsewhere, expected)[0], everything)
     expected.copy_(everything)
@@ -106,7 +106,7 @@ def test_every_bit_counts(checksums_of, size, bit, device, generator):
 
 @pytest.mark.parametrize("distance", [1, 511, 512, 1024, 8192, 8193])
 def test_where_a_value_stands_counts(checksums_of, distance, device):
-    """Words exchanged within a lane, across lanes and across chunks."""
+    """Words are exchanged within a lane, across lanes and across chunks."""
     words = torch.arange(3 * CHUNK_BYTES // 8, dtype=torch.int64, device=device)
     checksums = checksums_of([words])
     before = checksums.measure()
@@ -117,7 +117,7 @@ def test_where_a_value_stands_counts(checksums_of, distance, device):
 
 
 def test_signs_do_not_cancel(checksums_of, device):
-    """The highest bit goes through a product unchanged: the shift before it spreads it first."""
+    """A product leaves the highest bit unchanged, so a shift spreads the bit first."""
     words = torch.ones(4 * ROUND_BYTES // 8, dtype=torch.int64, device=device)
     checksums = checksums_of([words])
     checksums.measure()
@@ -148,14 +148,14 @@ def test_all_dtypes_are_read_by_their_bits(checksums_of, dtype, device):
 
 
 def test_strides_of_every_kind(checksums_of, device):
-    """Transposed tensors are read as they lie, those with gaps copied, expanded ones once."""
+    """Transposed tensors are read in place, tensors with gaps copied, expanded ones read once."""
     base = torch.arange(96.0, device=device).view(8, 12)
     views = [base.t(), base[:, 1:5], base[::2], base[:1].expand(1000, 12), base[3, 4]]
     for view in views:
         checksums = checksums_of([view])
         checksums.measure()
         assert sum(part.numel() for part in checksums._plan.parts) <= view.numel() * 4
-        base[2, 3] += 1  # in some of them only
+        base[2, 3] += 1  # a change in some views only
         checksums.start()
         is_in = bool((view == base[2, 3]).any())
         assert checksums.is_unchanged() != is_in
@@ -176,7 +176,7 @@ def test_tensors_that_require_grad_or_are_inference_tensors(checksums_of, device
     assert not checksums.is_unchanged()
 
 
-def test_what_cannot_be_measured():
+def test_tensors_that_cannot_be_summed():
     with pytest.raises(InvalidArgumentError, match="one device"):
         TensorChecksums([])
     with pytest.raises(InvalidArgumentError, match="one device"):
@@ -190,7 +190,7 @@ def test_what_cannot_be_measured():
 
 
 class Entries:
-    """Five entries in tensors on the device, of wide parts and narrow ones, and as many rows."""
+    """Entries in device tensors with wide and narrow parts, and host rows for their checksums."""
 
     PLACES = (2, 0, 3)
 
@@ -203,7 +203,7 @@ class Entries:
         self.count = EntryChecksums.count(self.tensors)
         self.sums_start = 16 * -(-sum(sizes) // 16)
         row_bytes = self.sums_start + 8 * self.count
-        # On a GPU its kernels read and write host memory.
+        # Kernels of a GPU read and write pinned host memory.
         is_gpu = device.type == "cuda"
         self.rows = torch.zeros((3, row_bytes), dtype=torch.uint8, pin_memory=is_gpu)
         table = [[place, self.rows[row].data_ptr()] for row, place in enumerate(self.PLACES)]
@@ -233,7 +233,7 @@ def entries(request, device):
     return Entries(request.param, device)
 
 
-# Tensor, layer, byte, and which chunk of the entry it is in.
+# Tensor, layer, byte, and the byte's chunk in the entry.
 BYTES = [
     (0, 0, 0, 0), (0, 0, CHUNK_BYTES + 47, 1), (0, 1, 4095, 2), (1, 0, 34, 4),
     (2, 0, CHUNK_BYTES, 6), (2, 0, 2 * CHUNK_BYTES - 1, 6),
@@ -241,7 +241,7 @@ BYTES = [
 
 
 def test_entries_and_the_checksums_of_their_layers(entries, device):
-    """Every byte of an entry counts, in its own chunk, whatever lies beside it."""
+    """Every byte of an entry changes only its own chunk's sum."""
     assert entries.count == 4 + 1 + 2
     entries.write()
     sums = entries.sums.clone()

@@ -1,4 +1,4 @@
-"""What the interpreter cannot show: that kernels compile for a GPU, and how wide they access."""
+"""Compilation of kernels for a GPU, and widths of their accesses, which the interpreter ignores."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MAX_SHARED_BYTES = 227 * 1024
-"""Of one block on an H100 or H200."""
+"""Shared memory of one block on an H100 or H200."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_copies_access_16_bytes_where_they_fit(compiled):
 
 
 def test_checksums_read_16_bytes_at_a_time_and_four_rounds_together(compiled):
-    """Of chunks, and of entries that are summed or compared."""
+    """Checksums of chunks, and of entries that are summed or compared."""
     for accesses in compiled["checksums"]:
         assert accesses.count(["ld", "v2.b64"]) == 4 * 2
 
@@ -76,4 +76,4 @@ def test_attention_uses_matrix_units_and_fits_a_gpu(compiled, kernel):
 def test_kernels_beside_attention_compile(compiled):
     assert compiled["combination"]
     assert compiled["writing"]
-    assert compiled["sorting"] == 0  # registers spilled
+    assert compiled["sorting"] == 0  # spilled registers

@@ -14,10 +14,8 @@ def kernels(request):
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 33])
 @pytest.mark.parametrize("num_places", [1, 7, 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_each_row_gets_what_is_packed_for_it(
-    kernels, device, generator, num_rows, num_places, dtype
-):
-    """Rows of nobody, requests in rows beyond the batch, and places of the table that are empty."""
+def test_each_row_gets_its_packed_values(kernels, device, generator, num_rows, num_places, dtype):
+    """Rows without a request, requests in rows beyond the batch, empty places of the table."""
     order = torch.randperm(45, generator=generator)[:num_places]
     used = num_places - num_places // 3
     table = torch.full((num_places, 2), 3, dtype=torch.int32)  # the second column is not read

@@ -1,4 +1,4 @@
-"""What the device does between two steps with drafts, against loops over plain Python values."""
+"""Device work between two steps with drafts, compared with loops over plain Python values."""
 
 from dataclasses import dataclass
 
@@ -23,13 +23,13 @@ def kernels(request):
 
 @pytest.fixture(scope="module")
 def device(kernels, device):
-    """The kernels in numpy are for the CPU alone."""
+    """The numpy kernels run on the CPU only."""
     return torch.device("cpu") if kernels is decode_numpy else device
 
 
 @dataclass
 class Case:
-    """A step over rows of which the device alone knows how far they are."""
+    """A step over rows whose lengths only the device has."""
 
     ring: int
     rows: list[int]
@@ -76,7 +76,7 @@ def cases(draw):
 
 
 def tensors(case, device):
-    """The rows and the metadata of a case, and what is padding poisoned."""
+    """Return the rows and the metadata of a case, with poisoned padding."""
     table = make_table(torch.tensor(case.tables, dtype=torch.int32).numpy())
     buffers = make_buffers(
         table,
@@ -136,7 +136,7 @@ def test_metadata_of_decoding_requests(kernels, device, case):
 
 
 @given(case=cases())
-def test_requests_move_past_what_became_part_of_them(kernels, device, case):
+def test_requests_advance_past_their_new_tokens(kernels, device, case):
     rows, metadata = tensors(case, device)
     sent = metadata.boundary_slots.tolist()
     tokens = torch.tensor(case.tokens, device=device)

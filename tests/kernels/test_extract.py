@@ -1,4 +1,4 @@
-"""Extractions of checkpoint states, the kernel and its twin: what a loop leaves, or refused."""
+"""Extractions of checkpoint states, by kernel and twin: equal to a loop, or refused."""
 
 import math
 
@@ -27,7 +27,7 @@ def as_bytes(tensor):
 
 @st.composite
 def layers(draw):
-    """The tensors of one layer: random bits, some in memory that is wider than they are."""
+    """Draw the tensors of one layer: random bits, some as views of wider memory."""
     conv_dim = draw(st.sampled_from([1, 6, 16, 300]))
     width = draw(st.integers(1, 5))
     state = draw(st.sampled_from([(), (1,), (7, 3), (2, 3, 5), (4, 16, 33), (2, 1, 3, 2)]))
@@ -62,10 +62,10 @@ def layers(draw):
 
 @st.composite
 def checkpoints(draw, layer):
-    """(chunk, conv end, sequence start, row, slot) of each entry, padding among them."""
+    """Draw (chunk, conv end, sequence start, row, slot) of each entry, with padding."""
     sizes = {name: 1 if tensor is None else len(tensor) for name, tensor in layer.items()}
     num_slots = max(sizes["slot_conv"], sizes["slot_ssm"])
-    # Where there is nothing to read or to write, all entries are padding.
+    # Without rows to read or slots to write, all entries are padding.
     slots = []
     if all(sizes.values()):
         slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=6))
@@ -113,7 +113,7 @@ SHAPES = {
 INT8 = {"slot_ssm": torch.zeros(5, *SSM, dtype=torch.int8), "slot_scales": torch.zeros(5, 2, 5)}
 HANDED_OVER = ("chunk_states", "conv_input")
 REFUSED = [
-    # Rounded, it would be another state.
+    # Rounding would change the state.
     *[({name: torch.zeros(SHAPES[name]).bfloat16()}, f"{name} must be") for name in HANDED_OVER],
     *[({name: torch.zeros(SHAPES[name], device="meta")}, "on cpu, got") for name in HANDED_OVER],
     *[
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_refused(changes, message):
 
 @pytest.mark.parametrize("empty", SHAPES)
 def test_padding_where_there_is_nothing_to_read_or_write(backend, device, empty):
-    """Without live rows the twin raised an IndexError."""
+    """Regression: without live rows the twin raised an IndexError."""
     given = {name: torch.ones(shape, device=device) for name, shape in SHAPES.items()}
     names = ("slot_conv", "slot_ssm") if empty.startswith("slot") else (empty,)
     given |= {name: given[name][:0] for name in names}

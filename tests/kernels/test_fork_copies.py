@@ -1,6 +1,6 @@
-"""The copies of a fork, by the kernel and its twin: all that is forked, and not a byte besides.
+"""The copies of a fork, by the kernel and its twin: every forked byte, and no other.
 
-Which of a request's several live states is copied, tests/support/context_machine.py compares.
+tests/support/context_machine.py checks which of a request's live states is copied.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def snapshot(tensor):
 
 @pytest.fixture
 def make(backend, device, monkeypatch, generator):
-    """Makes contexts whose memory is random bits, and which decode, with no model computed."""
+    """Return a function that makes decoding contexts over random bits, without a model."""
 
     def make_context(specs, prompt):
         context = DynamicInferenceContext(
@@ -47,7 +47,7 @@ def make(backend, device, monkeypatch, generator):
         context.add_request(Request(request_id="parent", prompt_tokens=prompt))
         context.begin_step()
         context.commit_step({"other": 5, "parent": 5})
-        # Of the copies of forks alone: on the CPU a step gives its own copies lists.
+        # Only for copies of forks: on the CPU, a step passes lists to its own copies.
         monkeypatch.setattr(module, "StateCopier", partial(StateCopier, backend=backend))
         for tensor in (context.kv_cache, *context.live_states.tensors.values()):
             data = as_bytes(tensor)

@@ -1,4 +1,4 @@
-"""The keys and values of new tokens, written: the kernel and its twin."""
+"""Writes of new tokens' keys and values: the kernel and its twin."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_only_the_tokens_of_the_step_are_written(
 ):
     pool = torch.rand(2, 50, heads, head_dim, generator=generator).to(device, dtype)
     slots = torch.randperm(50, generator=generator)[:6].to(device)
-    # As projections leave them: the axis of tokens comes before that of heads.
+    # The layout of projections: the token axis precedes the head axis.
     new = torch.rand(2, 6, 1, heads, head_dim, generator=generator).to(device, dtype)
     keys, values = new.transpose(2, 3).unbind()
     expected = pool.clone()
@@ -33,7 +33,7 @@ def test_only_the_tokens_of_the_step_are_written(
 
 @pytest.mark.parametrize("is_projected", [True, False])
 def test_several_tokens_of_each_row_are_written(kernels, device, generator, is_projected):
-    """Whether the axis of tokens comes before that of heads or behind it."""
+    """The token axis precedes the head axis, or follows it."""
     pool = torch.zeros(2, 20, 3, 4, device=device)
     slots = torch.randperm(20, generator=generator)[:10].to(device)
     new = torch.rand(2, 2, 5, 3, 4, generator=generator).to(device)

@@ -1,4 +1,4 @@
-"""The attention of requests to their KV blocks: the kernels and their twins."""
+"""Attention of requests to their KV blocks: the kernels and their twins."""
 
 import math
 
@@ -16,11 +16,11 @@ SHAPES = {
     "as many heads": {"heads": 3, "kv_heads": 3, "head_dim": 24, "block": 16},
     "blocks of two tiles": {"heads": 2, "kv_heads": 1, "head_dim": 16, "block": 32},
 }
-# Of each row the place of its request, the tokens before its first query, and its queries.
+# Each row: the place of its request, tokens before the first query, number of queries.
 CHUNKS = [(2, 0, 20), (0, 13, 7), (1, 40, 33), (3, 2, 1)]
 TOKENS = [(2, 32, 1), (-1, 0, 0), (0, 0, 1), (3, 69, 1), (1, 15, 1), (-1, 0, 0)]
 BATCHES = {"chunks": (CHUNKS, 35), "a token of each": (TOKENS, 1)}
-"""Rows, and the tokens of each with padding. With single tokens some rows have no request."""
+"""Rows, and tokens per row with padding. Some single-token rows have no request."""
 
 every_batch = pytest.mark.parametrize(("rows", "num_tokens"), BATCHES.values(), ids=BATCHES)
 
@@ -32,7 +32,7 @@ def attend(request):
 
 
 def make(generator, device, dtype, rows, num_tokens, *, heads, kv_heads, head_dim, block):
-    """Random queries, and the requests of the rows in blocks in any order."""
+    """Return random queries, and the rows' requests in blocks in any order."""
     lengths = [1] * (1 + max(0, *(place for place, _, _ in rows)))
     for place, start, count in rows:
         if place >= 0:
@@ -47,14 +47,14 @@ def make(generator, device, dtype, rows, num_tokens, *, heads, kv_heads, head_di
         first += count
     pool = torch.randn(2, num_blocks, block, kv_heads, head_dim, generator=generator)
     query = torch.randn(len(rows), num_tokens, heads, head_dim, generator=generator)
-    # Columns of one tensor, as those of a rectangle are.
+    # Columns of one tensor, as in a batch's rectangle.
     numbers = torch.tensor(rows, device=device).unbind(1)
     query = query.to(device, dtype).transpose(1, 2)
     return query, *pool.to(device, dtype), table.to(device), *numbers
 
 
 def expected(query, keys, values, table, places, starts, counts, scale):
-    """Token by token, in double precision: each sees what its request has up to itself."""
+    """Compute token by token in double precision: each sees its request's tokens up to itself."""
     output = torch.zeros_like(query.transpose(1, 2), dtype=torch.float64)
     rows = zip(places.tolist(), starts.tolist(), counts.tolist(), strict=True)
     for row, (place, start, count) in enumerate(rows):
@@ -73,10 +73,10 @@ def expected(query, keys, values, table, places, starts, counts, scale):
 @every_batch
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_every_token_sees_what_is_before_it(
+def test_every_token_sees_the_tokens_before_it(
     attend, device, generator, monkeypatch, shape, splits, rows, num_tokens
 ):
-    """Chunks and keys of more than one tile; padding attends to nothing, whatever is in it."""
+    """Chunks and keys have more than one tile; padding of any value attends to nothing."""
     monkeypatch.setattr(paged_attention, "_TILE", 16)
     monkeypatch.setattr(paged_attention, "_QUERIES", 32)
     monkeypatch.setattr(paged_attention, "_MAX_SPLITS", splits)
@@ -89,8 +89,8 @@ def test_every_token_sees_what_is_before_it(
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=2e-6)
     assert torch.equal(given[1], pools[0])
     assert torch.equal(given[2], pools[1])
-    # Rows do not know of each other: alone, without padding, each is the same to the bit. But keys
-    # have as many parts as fill the device, and the twin computes single tokens in its own way.
+    # Rows are independent: alone, without padding, each has the same bits. But the number of key
+    # parts depends on the device, and the twin computes single tokens differently.
     for row, (_, _, count) in enumerate(rows):
         if not count:
             continue
@@ -112,15 +112,15 @@ def test_half_precision(attend, device, generator, rows, num_tokens):
     torch.testing.assert_close(found.double(), expected(*given, 0.25), rtol=0, atol=0.03)
 
 
-def test_nobody_decodes(attend, device, generator):
+def test_a_batch_without_decodes(attend, device, generator):
     rows = [(-1, 0, 0)] * 2
     given = make(generator, device, torch.float32, rows, 1, **SHAPES["grouped queries"])
     assert not attend(*given, 1.0).any()
 
 
 @every_batch
-def test_what_lies_behind_a_request_is_not_read(attend, device, generator, rows, num_tokens):
-    """Blocks that it has not filled may hold anything, numbers or none."""
+def test_keys_behind_a_request_are_not_read(attend, device, generator, rows, num_tokens):
+    """Unfilled blocks may hold any bits, NaN included."""
     shape = SHAPES["grouped queries"]
     given = make(generator, device, torch.float32, rows, num_tokens, **shape)
     _, keys, values, table, *_ = given

@@ -8,7 +8,7 @@ import torch
 from mamba_cache.integrations.transformers.batching.kernels import pieces, pieces_torch
 
 BOUNDS = [[0, 3, 3, 9, 11, 11], [0, 5, 6, 6, 6, 13], [0, 0, 1, 2, 3, 4]]
-"""Of three rows of at most 13 tokens, in five pieces; some are empty."""
+"""Bounds of five pieces in three rows of at most 13 tokens; some pieces are empty."""
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -17,7 +17,7 @@ def kernels(request):
 
 
 def spoilt(tensor):
-    """The tensor with NaN behind each row's last token."""
+    """Return the tensor with NaN behind each row's last token."""
     for row, bounds in zip(tensor, BOUNDS, strict=True):
         row[bounds[-1] :] = math.nan
     return tensor
@@ -26,7 +26,7 @@ def spoilt(tensor):
 @pytest.mark.parametrize("count", [1, 5, 8])
 @pytest.mark.parametrize("number", range(5))
 def test_a_piece_of_each_row_is_taken_and_padded(kernels, device, generator, count, number):
-    """Of contiguous and transposed tensors and parts of wider ones, of any dtype and size."""
+    """Tensors are contiguous, transposed or parts of wider ones, of any dtype and size."""
     shapes = [(7,), (2, 8), (3, 1500), (4,), (1, 2, 3), (5,), (6,), (2, 2)][:count]
     dtypes = [torch.float32, torch.bfloat16]
     values = [
@@ -58,7 +58,7 @@ def test_pieces_are_put_back_to_where_they_were(kernels, device, generator, numb
         for _ in numbers
     ]
     bounds = torch.tensor(BOUNDS, device=device)
-    if numbers[-1] < 4:  # the pieces that are left out are empty
+    if numbers[-1] < 4:  # the omitted pieces are empty
         bounds[:, numbers[-1] + 1 :] = bounds[:, numbers[-1] + 1, None]
     for number in set(range(numbers[-1])) - set(numbers):
         bounds[:, number + 1] = bounds[:, number]
@@ -74,7 +74,7 @@ def test_pieces_are_put_back_to_where_they_were(kernels, device, generator, numb
 @pytest.mark.parametrize("has_owners", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 4])
 def test_the_window_before_each_end_is_copied(kernels, device, generator, has_owners, width):
-    """From strided inputs into strided places; what is not named stays."""
+    """Inputs and destinations are strided; other places stay unchanged."""
     full = torch.randn(3, 13 + width, 150, generator=generator).to(device).transpose(1, 2)
     ends = torch.tensor([[11, 0], [0, 0], [13, 0]], device=device)[:, 0]
     windows = torch.randn(7, 150, width, generator=generator).to(device)
@@ -108,7 +108,7 @@ def test_the_inputs_of_a_convolution_begin_with_its_window(
 @pytest.mark.parametrize("to", [None, [5, 1, 1, 3]])
 @pytest.mark.parametrize("size", [7, 3000])
 def test_rows_of_every_layer_are_copied(kernels, device, generator, owners, to, size):
-    """Of parts of wider tensors, into another dtype; what is not named stays."""
+    """Sources are parts of wider tensors; the dtype changes; other rows stay unchanged."""
     source = torch.randn(2, 9, size, generator=generator).to(device)[:, :4]
     target = torch.randn(2, 7, size, generator=generator).to(device, torch.float16)
     expected, columns = target.clone(), torch.tensor([[9] * 4] * 2, device=device)
@@ -117,7 +117,7 @@ def test_rows_of_every_layer_are_copied(kernels, device, generator, owners, to, 
         expected[:, place] = source[:, number if owners is None else owners[number]]
     given = {}
     for column, (name, rows) in enumerate({"owners": owners, "to": to}.items()):
-        if rows is not None:  # columns of one tensor, as those of a rectangle are
+        if rows is not None:  # columns of one tensor, as in a batch's rectangle
             columns[column] = torch.tensor(rows, device=device)
             given[name] = columns.t().contiguous()[:, column]
     if given.get("to") is not None and owners is None:

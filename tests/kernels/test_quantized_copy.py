@@ -1,4 +1,4 @@
-"""Quantised slots: the kernels against their twins, and the twins against plain arithmetic."""
+"""Quantised slots: kernels compared with their twins, and twins with plain arithmetic."""
 
 import itertools
 import math
@@ -67,7 +67,7 @@ def copies(pool):
     ],
 )
 def test_store_and_restore(generator, device, backend, dtype, ssm):
-    """Each slot holds what its state alone quantises to, and nothing else has changed."""
+    """Each slot holds its own state's quantised bits, and nothing else has changed."""
     live, slots = make_pools(generator, device, ssm=ssm, dtype=dtype)
     pairs = [(2, 5), (0, 1), (PAD_SLOT_ID, 3), (3, PAD_SLOT_ID), (ZERO_SOURCE, 0)]
     rows, targets = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
@@ -87,7 +87,7 @@ def test_store_and_restore(generator, device, backend, dtype, ssm):
         codes, scales = slots["ssm"][:, slot].cpu(), slots["ssm_scales"][:, slot].cpu()
         values = dequantize_states(codes, scales, torch.float32)
         if backend == "triton" and device.type == "cpu" and dtype == torch.bfloat16:
-            # Triton's interpreter cuts a float32 off where a GPU rounds it.
+            # Triton's interpreter truncates a float32 where a GPU rounds.
             values = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
         restored["ssm"][:, row] = values.to(dtype)
     for tensor in restored.values():
@@ -107,7 +107,7 @@ def test_codes_are_the_nearest_and_halves_go_to_even(device, backend, generator)
     assert slots["ssm_scales"][0, 2, 0, 0].item() == 1 / 8
 
 
-# numpy, which interprets the kernel, says that infinity times zero is none.
+# numpy, which interprets the kernel, warns of infinity times zero.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_column_that_is_not_finite_comes_back_as_nan(generator, device, backend, bad):
@@ -125,7 +125,7 @@ def test_a_column_that_is_not_finite_comes_back_as_nan(generator, device, backen
     ("size", "code"), [(0.0, 0), (1e-42, 0), (2.0**-107, 1), (2.0**-100, 127), (2.0**127, 127)]
 )
 def test_scales_stay_within_a_range(generator, device, backend, size, code):
-    """What is next to nothing has codes of the least scale, however small it is."""
+    """Tiny values of any size have codes of the least scale."""
     live, slots = make_pools(generator, device)
     live["ssm"][0, 1, 2, :, 3] = -size
     StateCopier(tensors(live), tensors(slots), backend=backend).copy([1], [0])
@@ -135,13 +135,13 @@ def test_scales_stay_within_a_range(generator, device, backend, size, code):
     assert slots["ssm_scales"][0, 0, 2, 3].cpu() == scale
 
 
-# In scales. Each of these rounds what is 127 scales at most by half a unit in its last place:
+# In scales. Each of these rounds a value of at most 127 scales by half a unit in the last place:
 # 1 / 127, the largest times that, 127 over the largest, a value times that, a code times the scale,
 # and the test's own difference.
 FLOAT_ERROR = 6 * 127 * 2**-24
 
 
-def test_error_is_bounded_where_what_float32_rounds_adds_up():
+def test_error_is_bounded_where_float32_roundings_add_up():
     """Found by drawing a million states: a bound of two roundings was exceeded here."""
     column = [float.fromhex("0x1.0a5688p+0"), float.fromhex("0x1.05185cp+0")]
     states = torch.tensor(column).view(1, 2, 1)
@@ -152,7 +152,7 @@ def test_error_is_bounded_where_what_float32_rounds_adds_up():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_extraction_stores_what_a_copy_would(generator, device, backend, dtype):
+def test_extraction_equals_a_copy(generator, device, backend, dtype):
     live, slots = make_pools(generator, device, dtype=dtype)
     layer = {
         "slot_conv": slots["conv"][1],

@@ -1,4 +1,4 @@
-"""Batched state copies, the kernel and its PyTorch twin alike, compared by bits."""
+"""Batched state copies, by the kernel and its PyTorch twin, compared by bits."""
 
 import math
 
@@ -22,7 +22,7 @@ def as_bytes(tensor):
 
 
 def random_like(tensor, generator):
-    """Fills with random bytes, among them NaNs of every payload and bools that are 0 to 255."""
+    """Fill with random bytes, including NaNs of every payload and bools from 0 to 255."""
     data = as_bytes(tensor)
     data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=generator))
     return tensor
@@ -39,7 +39,7 @@ def snapshot(tensors):
 
 
 def check_copy(sources, destinations, source_rows, destination_rows, backend):
-    """Copies, and holds every byte of both sides to a loop over the pairs."""
+    """Copy, and compare every byte of both sides with a loop over the pairs."""
     sources_before, expected = snapshot(sources), snapshot(destinations)
     for source, destination in zip(source_rows, destination_rows, strict=True):
         for read, write in zip(sources_before, expected, strict=True):
@@ -56,7 +56,7 @@ def check_copy(sources, destinations, source_rows, destination_rows, backend):
 
 @st.composite
 def pairs_of_rows(draw, num_sources, num_destinations):
-    """Rows to copy: each destination once, some pairs padded, some sources "zero"."""
+    """Draw rows to copy: each destination once, some pairs padded, some sources "zero"."""
     destinations = draw(st.lists(st.integers(0, num_destinations - 1), unique=True, max_size=6))
     source = st.integers(ZERO_SOURCE, num_sources - 1)
     pairs = [(draw(source), destination) for destination in destinations]
@@ -66,7 +66,7 @@ def pairs_of_rows(draw, num_sources, num_destinations):
 
 @st.composite
 def tensors(draw, kinds, num_rows, seed, device):
-    """One tensor a kind: rows outermost, layers outermost, or with room after each row."""
+    """Draw one tensor per kind: rows outermost, layers outermost, or gaps after each row."""
     made = []
     for index, (layers, inner, dtype) in enumerate(kinds):
         order = draw(st.sampled_from(["layers", "rows", "pitched"]))
@@ -86,7 +86,7 @@ def tensors(draw, kinds, num_rows, seed, device):
 KINDS = st.lists(
     st.tuples(
         st.integers(0, 3),
-        # The last are more than one tile, as wide words and as narrow ones.
+        # The last ones have more than one tile, in wide words and in narrow ones.
         st.lists(st.integers(1, 5), max_size=3).map(tuple) | st.sampled_from([(4097,), (9001,)]),
         st.sampled_from(DTYPES),
     ),
@@ -102,7 +102,7 @@ KINDS = st.lists(
 def test_every_byte_is_as_the_rows_say(
     backend, entries_per_program, device, data, kinds, num_sources, num_destinations, seed
 ):
-    """Over drawn tensors, strides and rows."""
+    """Tensors, strides and rows are drawn."""
     sources = data.draw(tensors(kinds, num_sources, seed, device))
     destinations = data.draw(tensors(kinds, num_destinations, seed + 1, device))
     pairs = data.draw(pairs_of_rows(num_sources, num_destinations))
@@ -206,7 +206,7 @@ def test_tensors_that_do_not_fit_are_refused(sources, destinations, message):
 
 
 def test_copier_keeps_its_tensors_alive(generator):
-    """The plan keeps addresses, so the copier must keep the tensors behind them alive."""
+    """The plan holds raw addresses, so the copier must keep the tensors alive."""
     sources, destinations = random_states(HYBRID, 2, generator), random_states(HYBRID, 2, generator)
     expected = snapshot(sources)
     copier = StateCopier(sources, destinations)
