@@ -34,20 +34,20 @@ TESTS = (
     "tests/integration/test_stores.py",
 )
 KINDS = ("mutants", "noticed", "explained", "neither")
-# Of other packages (ZeroMQ's threads end in a fork), or of the text of files.
+# Tests of other packages (ZeroMQ's threads end in a fork), or of the text of files.
 OTHER_TESTS = (
     *("align", "bench", "extraction", "kv_events", "model_", "plan.", "prometheus", "state_copy"),
     *("docs", "figures", "layers"),
     *("package", "peers", "readme", "style"),
 )
 
-# Other processes know no mutant.
+# Tests in other processes, which run without the mutant.
 LEFT_OUT = ("test_all_ranks", "test_every_rank", "shards_join", "ranks_that_do_not_agree")
 CHOSEN = " and ".join(f"not {name}" for name in LEFT_OUT)
 
 
 def main() -> int:
-    """Makes the mutants, tries them, and reports."""
+    """Make the mutants, try them, and report."""
     args = _parse()
     os.chdir(ROOT)
     os.environ["HYPOTHESIS_PROFILE"] = "mutation"
@@ -83,7 +83,7 @@ def _files(name: str) -> list[Path]:
 
 
 def _report(outcomes: dict[Mutant, str]) -> int:
-    """Print counts by module, why survivors are none, and the survivors that nothing explains."""
+    """Print counts by module, reasons of explained survivors, and unexplained survivors."""
     modules: dict[str, Counter[str]] = {}
     whys: Counter[str] = Counter()
     unexplained = []
@@ -111,7 +111,7 @@ def _report(outcomes: dict[Mutant, str]) -> int:
 
 
 def _row(name: str, counts: Mapping[str, int]) -> str:
-    """What was noticed and what was explained count towards the score."""
+    """Return a row of the table. Noticed and explained mutants count towards the score."""
     score = (counts["noticed"] + counts["explained"]) / max(counts["mutants"], 1)
     return f"| {name} | " + " | ".join(f"{counts[kind]:,}" for kind in KINDS) + f" | {score:.1%} |"
 

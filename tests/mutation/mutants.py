@@ -1,7 +1,7 @@
 """Mutants: one small change each to one function, made by mutmut's operators on libcst's trees.
 
-Where no test can notice a change, ``explained.json`` says why, by file and by the text of the line.
-At the head of a block an explanation stands for the block.
+Where no test can notice a change, ``explained.json`` has the reason, by file and text of the line.
+The reason of a block's first line holds for the whole block.
 """
 
 import json
@@ -23,14 +23,14 @@ __all__ = ["EXPLAINED", "Mutant", "codes_in", "explained_lines", "mutants_of"]
 
 OPERATORS = [(kind, make) for kind, make in mutation_operators if make is not operator_string]
 TEXT = (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)
-# What stands there changes no behaviour, or runs before a function can be exchanged.
+# Changes there have no effect, or run before a function can be exchanged.
 LEFT_OUT = (*TEXT, cst.Annotation, cst.Decorator, cst.Parameters, cst.Assert)
 LEFT_OUT_CALLS = {"cast", "isinstance", "len"}  # as mutmut does
 ROOT = Path(__file__).resolve().parents[2]
 EXPLAINED: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("explained.json").read_text(encoding="utf-8")
 )
-"""By file, as a path from the root: why no test notices a change, by the text of the line."""
+"""Reasons why no test notices a change, by file (path from the root) and text of the line."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Mutant:
     """A function in which one piece of text is replaced by another."""
 
     file: Path
-    function: str  # its name, with its class's before it
-    first_line: int  # on which the function's code begins, decorators included
-    lines: frozenset[int]  # where the change takes effect: a test that runs none cannot see it
+    function: str  # qualified by its class's name
+    first_line: int  # of the function, decorators included
+    lines: frozenset[int]  # where the change takes effect: a relevant test runs one
     start: int  # of the replaced text in the file
     end: int
-    text: str  # what stands there instead
-    why: str | None  # why no test notices it, if that is explained
+    text: str  # the replacement
+    why: str | None  # the explanation, if there is one
 
     def code(self) -> CodeType:
-        """Compiles the changed function, if the change is Python."""
+        """Compile the changed function, if the change is valid Python."""
         module = compile(self._source(), str(self.file), "exec", dont_inherit=True)
         name = self.function.rpartition(".")[2]
         return next(
@@ -57,7 +57,7 @@ class Mutant:
         )
 
     def change(self) -> tuple[str, str]:
-        """The lines that change, as they were and as they become, on one line each."""
+        """Return the changed code before and after, each joined to one line."""
         source, changed = self.file.read_text(encoding="utf-8"), self._source()
         return _lines(source, self.start, self.end), _lines(
             changed, self.start, self.start + len(self.text)
@@ -69,7 +69,7 @@ class Mutant:
 
 
 def explained_lines(source: str, explained: dict[str, str]) -> dict[int, str]:
-    """Return why no test notices changes, by number of the line."""
+    """Return the reasons of a file by number of the line."""
     lines = [line.strip() for line in source.splitlines()]
     if stale := sorted(explained.keys() - set(lines)):
         raise ValueError(f"explained.json has lines that are not there any more: {stale}")
@@ -77,7 +77,7 @@ def explained_lines(source: str, explained: dict[str, str]) -> dict[int, str]:
 
 
 def mutants_of(file: Path) -> list[Mutant]:
-    """Every mutant of a module's functions and methods, in the order of the file."""
+    """Return every mutant of a module's functions and methods, in the order of the file."""
     wrapper = MetadataWrapper(cst.parse_module(file.read_text(encoding="utf-8")))
     finder = _Finder(file, wrapper.module)
     wrapper.visit(finder)
@@ -131,7 +131,7 @@ class _Finder(cst.CSTVisitor):
             if not isinstance(node, kind):
                 continue
             for changed in make(node):
-                if not _drops_what_is_left_out(node, changed) and not _is_same(node, changed):
+                if not _drops_excluded_argument(node, changed) and not _is_same(node, changed):
                     self._add(node, changed)
 
     def _add(self, node: cst.CSTNode, changed: cst.CSTNode) -> None:
@@ -164,7 +164,7 @@ class _Finder(cst.CSTVisitor):
 def _is_left_out(node: cst.CSTNode) -> bool:
     match node:
         case cst.Arg():
-            # What zip's `strict` would notice cannot happen: it asserts.
+            # zip's `strict` is an assertion of the impossible.
             return isinstance(node.value, TEXT) or (
                 node.keyword is not None and node.keyword.value == "strict"
             )
@@ -173,8 +173,8 @@ def _is_left_out(node: cst.CSTNode) -> bool:
     return isinstance(node, LEFT_OUT)
 
 
-def _drops_what_is_left_out(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Whether a changed call only lacks an argument that is left out, as the text of a message."""
+def _drops_excluded_argument(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
+    """Return whether a changed call only lacks an argument of an excluded kind, such as a text."""
     if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
         return False
     kept = {id(argument) for argument in changed.args}
@@ -182,13 +182,13 @@ def _drops_what_is_left_out(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
 
 
 def _is_same(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Whether a number is as large as before, for 1e18 + 1 is 1e18."""
+    """Return whether a number is as large as before, since 1e18 + 1 is 1e18."""
     numbers = cst.Integer | cst.Float
     return isinstance(node, numbers) and node.evaluated_value == changed.evaluated_value
 
 
 def _lines(text: str, start: int, end: int) -> str:
-    """The whole lines around a range of the text, without their indentation."""
+    """Return the whole lines around a range of the text, without their indentation."""
     before = text.rfind("\n", 0, start) + 1
     after = text.find("\n", end)
     return " ".join(text[before : len(text) if after < 0 else after].split())

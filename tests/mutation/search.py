@@ -25,10 +25,10 @@ Exchange = tuple[FunctionType, CodeType]
 
 
 class Search:
-    """A pytest plugin that runs each test once, and then those that can notice it on each mutant.
+    """A pytest plugin that runs each test once, then each mutant's relevant tests on the mutant.
 
-    Of those some run: as many as took ``budget_seconds`` of the processor together. Half of the
-    time is for tests that run the fewest of the files, the rest for the quickest.
+    The relevant tests run until ``budget_seconds`` of processor time are used. Half of the time is
+    for tests that run the fewest of the files, the rest for the quickest.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class Search:
         num_processes: int,
         budget_seconds: float,
     ) -> None:
-        # "killed"; "stopped", for it waited, looped or took memory without an end; "survived"; or
-        # "uncovered", when no test runs its lines.
+        # "killed"; "stopped", if it waited, looped or took memory without an end; "survived"; or
+        # "uncovered", if no test runs its lines.
         self.outcomes: dict[Mutant, str] = {}
         self._mutants = list(mutants)
         self._num_processes = num_processes
         self._budget_seconds = budget_seconds
         self._failed = False
-        self._num_files: Counter[str] = Counter()  # that each test runs
-        self._seconds: dict[str, float] = {}  # of the processor: others may keep it busy
+        self._num_files: Counter[str] = Counter()  # run by each test
+        self._seconds: dict[str, float] = {}  # processor time, as the machine may be busy
         self._waits: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes a test that failed."""
+        """Note a failed test."""
         self._failed |= report.failed
         if report.failed:
             print(f"\n{report.nodeid} failed", file=sys.__stderr__, flush=True)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Takes the place of pytest's loop over the tests."""
+        """Replace pytest's loop over the tests."""
         covering = self._covering(session)
         self._check_forks(session)
         functions = _functions({str(mutant.file) for mutant in self._mutants})
@@ -78,10 +78,10 @@ class Search:
         return True
 
     def _covering(self, session: pytest.Session) -> dict[tuple[str, int], list[pytest.Item]]:
-        """Runs each test as it is; which tests run each line."""
+        """Run each test without a mutant; return the tests that run each line."""
         files = sorted({str(mutant.file) for mutant in self._mutants})
         watch = coverage.Coverage(data_file=None, config_file=False, include=files)
-        watch.set_option("run:disable_warnings", ["no-data-collected"])  # all are uncovered then
+        watch.set_option("run:disable_warnings", ["no-data-collected"])  # all uncovered
         for number, item in enumerate(session.items):
             _show(f"{number} of {len(session.items)} tests")
             began, began_to_wait = time.process_time(), time.monotonic()
@@ -103,7 +103,7 @@ class Search:
         return covering
 
     def _check_forks(self, session: pytest.Session) -> None:
-        """Runs all tests again in a fork: a mutant must not be what they fail for then."""
+        """Run all tests again in a fork: they must pass there without a mutant."""
         _show("all tests in a fork")
         _, status = os.waitpid(self._fork(session.items, []), 0)
         if os.waitstatus_to_exitcode(status) != SURVIVED:
@@ -137,7 +137,7 @@ class Search:
         try:
             self._try(items, exchanges)
         finally:
-            os._exit(KILLED)  # an exception that left pytest
+            os._exit(KILLED)  # an exception escaped pytest
 
     def _try(self, items: list[pytest.Item], exchanges: list[Exchange]) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -151,7 +151,7 @@ class Search:
         for item in items:
             # A loop without an end.
             signal.setitimer(signal.ITIMER_PROF, 3 + 5 * self._seconds[item.nodeid])
-            # A wait without an end: on a machine that is busy, a mutant may just have to wait.
+            # A wait without an end: on a busy machine, a mutant may only be slow.
             signal.setitimer(signal.ITIMER_REAL, 60 + 20 * self._waits[item.nodeid])
             self._run(item)
             if self._failed and exchanges:
@@ -172,9 +172,9 @@ class Search:
 
 
 def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:
-    """Finds the functions of the files, wherever a decorator or a class keeps them."""
+    """Find the functions of the files, even those held by a decorator or a class."""
     found: dict[Key, list[FunctionType]] = {}
-    gc.unfreeze()  # what was collected before is listed, too
+    gc.unfreeze()  # frozen objects are listed, too
     # `isinstance` would ask some objects for their `__class__`, and they warn.
     for function in (thing for thing in gc.get_objects() if type(thing) is FunctionType):
         code = function.__code__
@@ -188,9 +188,9 @@ def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:
 def _exchanges(
     functions: dict[Key, list[FunctionType]], mutant: Mutant, code: CodeType
 ) -> list[Exchange]:
-    """The functions that get new code: a mutant's own, and those that it has made already.
+    """Return the functions that get new code: a mutant's own, and its existing inner functions.
 
-    What a decorator returns was made when the package was imported.
+    A decorator's inner function was made when the package was imported.
     """
     name = str(mutant.file)
     exchanges = [
