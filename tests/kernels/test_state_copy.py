@@ -99,7 +99,7 @@ KINDS = st.lists(
     ("backend", "entries_per_program"), [("torch", 1), ("triton", 1), ("triton", 2)]
 )
 @given(st.data(), KINDS, st.integers(0, 5), st.integers(1, 7), st.integers(0, 2**32 - 1))
-def test_every_byte_is_as_the_rows_say(
+def test_every_byte_equals_a_loop_over_the_rows(
     backend, entries_per_program, device, data, kinds, num_sources, num_destinations, seed
 ):
     """Tensors, strides and rows are drawn."""

@@ -18,7 +18,7 @@ from mutants import Mutant, codes_in
 __all__ = ["Search"]
 
 SURVIVED, KILLED = 0, 1
-BOUND_BYTES = 12 << 30  # of a fork's address space: a mutant may ask for any amount of memory
+BOUND_BYTES = 12 << 30  # address space of a fork: a mutant may allocate any amount of memory
 
 Key = tuple[str, str, int]
 Exchange = tuple[FunctionType, CodeType]

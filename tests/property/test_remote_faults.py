@@ -107,7 +107,7 @@ def store_and_fetch(run, number, kind, *, is_damaged):
     run.wait()
 
 
-def have_it_probed(run):
+def probe_both(run):
     """Pause the store in both processes until they have probed its health."""
     for each in run.benches:
         wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._num_hung)
@@ -140,7 +140,7 @@ def test_every_trouble_of_every_call_is_survived_and_counted(call, trouble, seed
                     for kind in EntryKind:
                         store_and_fetch(run, number, kind, is_damaged=call == "remove")
                     if call == "health" and is_bad:
-                        have_it_probed(run)
+                        probe_both(run)
             assert run.bench.faulty.injected[call, trouble]
             run.bench.faulty.heal()
             run.end()

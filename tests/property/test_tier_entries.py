@@ -30,7 +30,7 @@ KEYS_OF_MACS = st.just(b"") | st.binary(min_size=1, max_size=32)
 
 
 @given(KEYS, KEYS)
-def test_each_key_has_a_spelling_of_its_own(one: EntryKey, other: EntryKey) -> None:
+def test_each_key_has_a_unique_spelling(one: EntryKey, other: EntryKey) -> None:
     assert (str(one) == str(other)) == (one == other)
 
 
@@ -63,5 +63,5 @@ def test_only_equal_facts_match(header: EntryHeader, mine: EntryFacts, its: Entr
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES), FACTS)
-def test_no_bytes_make_it_raise(data: bytes, facts: EntryFacts) -> None:
+def test_no_bytes_make_the_reader_raise(data: bytes, facts: EntryFacts) -> None:
     assert isinstance(EntryHeader.read(data, facts), Refusal)

@@ -77,7 +77,7 @@ def test_states_never_requested_again_are_refused_once_that_is_learned():
     assert service.skipped > 0.7 * 700 * 10
 
 
-def test_a_state_asked_for_by_its_position_is_not_refused():
+def test_a_state_requested_by_its_position_is_not_refused():
     service = Service(1)
     for _ in range(3):
         service.ask(range(1, 9))
@@ -279,7 +279,7 @@ def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_publish
     assert pool.reserve([5], [asked]) == [2]
     pool.check_invariants()
     pool.commit_reserved([3], [3])
-    pool.commit_reserved([2], [3])  # another request had published its block
+    pool.commit_reserved([2], [3])  # another request has published the block
     pool.check_invariants()
     assert (pool.num_cached_slots, pool.free_count) == (1, 3)
 

@@ -202,7 +202,7 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
     assert isinstance(chain.num_tokens, int)
 
 
-def test_an_error_of_its_own_kind_that_a_token_raises_goes_on():
+def test_an_unrelated_error_raised_by_a_token_is_passed_on():
     class Odd:
         def __index__(self):
             raise MemoryError

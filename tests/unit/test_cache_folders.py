@@ -63,7 +63,7 @@ def test_a_marker_of_another_identity_is_not_trusted(tmp_path) -> None:
     assert folders(tmp_path) == []
 
 
-def test_an_empty_folder_is_taken_and_so_is_one_whose_making_broke_off(tmp_path) -> None:
+def test_an_empty_folder_is_used_and_so_is_a_partly_made_one(tmp_path) -> None:
     folder = folder_of(tmp_path, IDENTITY)
     folder.mkdir(0o700)
     open_tier(tmp_path).close()
@@ -89,7 +89,7 @@ def test_a_marker_that_another_process_writes_meanwhile_is_seen(tmp_path, monkey
     open_tier(tmp_path).close()
 
 
-def test_files_that_a_person_put_into_our_folder_stay_when_it_goes(tmp_path, monkeypatch) -> None:
+def test_a_users_files_in_a_cache_folder_survive_its_removal(tmp_path, monkeypatch) -> None:
     open_tier(tmp_path).close()
     [folder] = folders(tmp_path)
     (folder.path / "notes.txt").write_bytes(b"mine")

@@ -50,7 +50,7 @@ assert len(NUMBERS) == 9
 
 @pytest.mark.parametrize(("name", "least"), COUNTS.items())
 def test_counts_have_bounds(name: str, least: int) -> None:
-    """The message names the setting, what was given and what is allowed."""
+    """The message has the setting, the given value and the allowed values."""
     most = {"write_on_use": 2, "max_requests": (2**31 - 1) // 3, "num_kv_blocks": 2**31 - 2}
     most = most.get(name, 2**31 - 1)
     for value in (least - 1, -5, 2.5, "3", True, 2**31, 10**30):
@@ -193,7 +193,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], expected: str) -> N
         make(**settings)
 
 
-def test_settings_that_are_printed_tell_no_secret_and_no_password() -> None:
+def test_printed_settings_have_no_secret_and_no_password() -> None:
     settings = make(
         host_cache_gb=1, hash_secret=b"shared", store="valkey://me:hunter2@127.0.0.1:6379"
     )

@@ -64,7 +64,7 @@ def test_requests_of_one_step_do_not_read_each_other():
     assert generate(context, PROMPT, 2)[2].skip_tokens == 3 * BLOCK
 
 
-def test_lost_state_is_planned_anew():
+def test_a_lost_state_is_planned_again():
     """Megatron: the slot was gone when the restore came, and the live state was left zero."""
     context = make_context(placement=EveryNthBlock(1))
     generate(context, PROMPT, 1)

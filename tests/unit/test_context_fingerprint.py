@@ -1,4 +1,4 @@
-"""Ranks decide alike, whatever policies have learned."""
+"""All ranks decide alike, independent of what policies have learned."""
 
 import pytest
 from fingerprints import fingerprint

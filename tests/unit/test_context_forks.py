@@ -308,7 +308,7 @@ def test_forks_whose_copies_fail_take_nothing(monkeypatch):
     context.check_invariants()
 
 
-def test_a_fork_of_a_sequence_has_all_but_its_id_and_its_answer_in_common():
+def test_a_fork_of_a_sequence_shares_all_but_id_and_answer():
     own = make_context().prepare(Request(request_id="a", prompt_tokens=PROMPT))
     sequence = CachedSequence(
         own.request,

@@ -245,7 +245,7 @@ def test_more_checkpoints_than_the_buffers_hold_are_skipped():
 
 
 @pytest.mark.parametrize("save_decode_states", [True, False])
-def test_blocks_of_an_answer_are_found_while_it_goes_on(save_decode_states):
+def test_blocks_of_an_answer_are_found_while_the_request_runs(save_decode_states):
     """This does not depend on saving the answer's states."""
     context = make_context(make_config(save_decode_states=save_decode_states))
     add(context, "x", PROMPT)

@@ -203,7 +203,7 @@ def test_many_requests_take_memory_when_they_come():
         lambda: KV.allocate(2**31 - 1, BLOCK, "cpu"),
     ],
 )
-def test_parts_of_a_context_are_refused_likewise(monkeypatch, make):
+def test_oversized_parts_of_a_context_are_refused_by_name(monkeypatch, make):
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**20))
     with pytest.raises(errors.BudgetError, match="=2147483647 must fit into the memory of this"):
         make()
@@ -223,7 +223,7 @@ def test_without_keys_and_values_blocks_are_counted(kv_spec, monkeypatch):
         DynamicInferenceContext(replace(config, num_kv_blocks=2**31 - 2), STATES, kv_spec)
 
 
-def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():
+def test_states_may_have_other_tensors_of_distinguishable_kinds():
     """Layers are numbered by kind, so all tensors of one kind have equally many layers."""
     other = StateTensorSpec("other", 1, (2,), torch.float32)
     context = DynamicInferenceContext(make_config(), StateSpec((other,)), KV)

@@ -59,7 +59,7 @@ def test_contexts_that_come_and_go_find_earlier_entries():
     assert store.counters["requests"] == 0
 
 
-def test_a_reset_renews_a_context_whose_memory_has_a_guard_of_its_own(monkeypatch):
+def test_a_reset_renews_a_context_whose_memory_has_a_separate_guard(monkeypatch):
     context = embed(make_store())
     monkeypatch.setattr(context._tiering, "end_step", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):

@@ -218,7 +218,7 @@ def test_a_step_computes_tokens_that_the_host_does_not_know():
     assert context.finish("gone") == [3]
 
 
-def test_a_request_cannot_stay_where_it_was_without_drafts():
+def test_without_drafts_a_request_advances_by_a_token():
     """The only live state has advanced: the next step would have added the same token again."""
     context = make_context()
     prefill(context, "a")

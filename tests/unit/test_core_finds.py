@@ -35,7 +35,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
+def test_keys_of_a_one_shot_iterator_distinguish_a_prompt_each_time(keys):
     """Hashed a second time, the prompt had no keys and matched the same text without an image."""
     context = make_context()
     request = Request(request_id="image", prompt_tokens=PROMPT, multimodal_keys=keys())

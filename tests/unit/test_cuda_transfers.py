@@ -1,6 +1,6 @@
 """Transfers between a GPU and host memory, on a fake device that completes immediately.
 
-Whether streams wait for each other only a GPU shows: tests/gpu/test_tiers_gpu.py.
+Waits between streams need a GPU: tests/gpu/test_tiers_gpu.py.
 """
 
 import ctypes
@@ -124,7 +124,7 @@ def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch, piece_byt
 
 
 @PIECES
-def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
+def test_a_flipped_bit_is_found_in_its_entry(device, piece_bytes):
     rig = Rig(device, piece_bytes)
     rig.transfers.spill(rig.jobs)
     for index in (0, 11, 15):  # a block, and the first and the last state
@@ -288,7 +288,7 @@ def test_each_piece_is_measured_beside_its_own_copies(journal):
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
 
-def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_these_alone(journal):
+def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_only_for_copies(journal):
     journal.entries.clear()
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
     transfers.load(jobs)

@@ -122,7 +122,7 @@ def test_a_write_into_a_folder_that_is_gone_is_an_error_of_the_disk(tier) -> Non
     assert tier.stats().dropped == {"io_error": 1}
 
 
-def test_a_breach_of_its_bookkeeping_is_noticed(tier) -> None:
+def test_a_breach_of_the_bookkeeping_is_noticed(tier) -> None:
     assert put(tier, 1) is None
     tier.store._num[STATE] += 1
     with pytest.raises(InvariantError, match="counted wrong"):
@@ -130,7 +130,7 @@ def test_a_breach_of_its_bookkeeping_is_noticed(tier) -> None:
     tier.store._num[STATE] -= 1
 
 
-def test_the_least_recently_used_goes_and_the_end_of_a_prefix_before_its_beginning(
+def test_the_least_recently_used_is_evicted_and_a_prefix_from_its_end(
     tmp_path,
 ) -> None:
     tier = open_tier(tmp_path, blocks=0, kv_bytes=0)
@@ -205,7 +205,7 @@ def test_incomplete_files_are_not_recovered(tmp_path) -> None:
         (None, Refusal.MISSING),
     ],
 )
-def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, at, reason) -> None:
+def test_damage_from_outside_is_refused_by_name(tier, tmp_path, at, reason) -> None:
     """All kinds of damage: tests/property/test_tier_faults.py."""
     assert [put(tier, number) for number in (0, 1)] == [None, None]
     file = file_of(tmp_path, 0)

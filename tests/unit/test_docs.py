@@ -1,6 +1,6 @@
 """Pages name files and tests that exist; so do links of pages that Sphinx does not build.
 
-Sphinx checks what it builds, under `-n -W`: references, pages, headings, included files.
+Sphinx checks the pages that it builds with `-n -W`: references, headings, included files.
 """
 
 import ast

@@ -66,7 +66,7 @@ def test_an_answer_that_is_cancelled_before_the_first_token_is_not_forked(rng):
     assert engine.context.stats().forks == 1
 
 
-def test_what_is_refused(rng):
+def test_refused_numbers_of_answers(rng):
     engine, prompt = make_engine(), draw_prompt(rng, 5)
     for bad in (0, -1, 1.5, True, None, "2"):
         with pytest.raises(InvalidArgumentError, match="n must be an int >= 1"):

@@ -61,7 +61,7 @@ def context():
     return context
 
 
-def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
+def test_a_step_whose_rollback_breaks_off_is_noticed(monkeypatch):
     context = make_context()
     for name in ("a", "b"):  # the next token of each ends a block
         add(context, name, ENDING)

@@ -1,4 +1,4 @@
-"""A client that knows another client's prompt cannot have it answered from its own state."""
+"""A client that knows another client's prompt cannot make it resume from a forged state."""
 
 from dataclasses import replace
 from types import SimpleNamespace

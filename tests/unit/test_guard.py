@@ -106,7 +106,7 @@ def test_a_foreign_exception_in_a_change_poisons_until_the_reset(error):
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-def test_outside_of_changes_it_does_not(error):
+def test_an_exception_outside_of_changes_does_not_poison(error):
     thing = Thing()
 
     def calls_back():
@@ -119,7 +119,7 @@ def test_outside_of_changes_it_does_not(error):
         assert thing.do(lambda: 5) == 5
 
 
-def test_the_packages_own_errors_are_believed():
+def test_the_packages_own_errors_do_not_poison():
     def translate():
         try:
             raise TypeError
@@ -240,7 +240,7 @@ def change(slots):
         *((LastUsedPolicy, name) for name in ("on_stored",)),
     ],
 )
-def test_blocks_and_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
+def test_a_change_of_blocks_and_slots_that_breaks_off(monkeypatch, owner, name, error):
     slots = SlotPool(2, KVBlockAllocator(9), policy=LastUsedPolicy())
     blocks = slots.kv_blocks
     with monkeypatch.context() as patch:
@@ -322,7 +322,7 @@ def test_a_listener_that_raises_keeps_the_cache(kind, error):
     check_kept(context)
 
 
-def test_listeners_are_called_once_a_reset_of_all_parts_is_over():
+def test_listeners_are_called_after_a_reset_of_all_parts():
     """The slots are reset before the KV blocks, each in a separate change."""
     context, seen = warm(), []
     blocks = context.kv_block_allocator
@@ -393,7 +393,7 @@ def test_a_callback_that_calls_in_has_its_request_taken_back():
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
+def test_an_engine_continues_after_its_sampling_raised(monkeypatch, error):
     """Failures of the model: tests/property/test_engine_machine.py."""
     engine = make_engine()
     prompts = [PROMPT, OTHER]

@@ -242,7 +242,7 @@ def captured_step(context, *, forgets=(), longest=64):
     return captured, replay
 
 
-def test_a_replayed_graph_counts_where_it_is_said(context):
+def test_a_replayed_graph_counts_if_reported(context):
     captured, replay = captured_step(context)
     assert captured.lengths == {0: (16, 64), 1: (16, 64)}
     add(context, "a", PROMPT)

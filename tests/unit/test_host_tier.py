@@ -100,7 +100,7 @@ def test_kv_blocks_on_the_gpu_are_not_loaded():
 @pytest.mark.parametrize(
     ("kept", "none_of", "dropped"), [("state", "blocks", {}), ("kv", "states", {"no_row": 8})]
 )
-def test_a_state_without_its_blocks_is_no_boundary_nor_are_these_without_it(kept, none_of, dropped):
+def test_a_boundary_needs_both_the_state_and_its_blocks(kept, none_of, dropped):
     context = fill(make_tiered(**{f"num_host_{none_of}": 0}))
     assert resume(context).skip_tokens == 0
     assert host_stats(context).entries[kept] > 0
@@ -111,7 +111,7 @@ def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
 
 
-def test_a_match_that_breaks_off_leaves_a_tier_in_doubt(monkeypatch):
+def test_a_match_that_breaks_off_at_a_tier_poisons_the_context(monkeypatch):
     context = make_tiered()
     monkeypatch.setattr(context._tiering, "find", lambda *_: 1 // 0)
     request = Request(request_id="x", prompt_tokens=PROMPT)
@@ -121,7 +121,7 @@ def test_a_match_that_breaks_off_leaves_a_tier_in_doubt(monkeypatch):
         context.match(request)
 
 
-def test_a_commit_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
+def test_a_commit_that_breaks_off_at_a_tier_poisons_the_context(monkeypatch):
     context = make_tiered()
     monkeypatch.setattr(context._tiering, "end_step", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -130,7 +130,7 @@ def test_a_commit_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
         context.begin_step()
 
 
-def test_collecting_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
+def test_collecting_that_breaks_off_at_a_tier_poisons_the_context(monkeypatch):
     context = make_tiered()
     add(context, "a", PROMPT)
     MODEL.forward(context.begin_step().metadata, context)
@@ -175,7 +175,7 @@ def test_a_budget_in_bytes_is_shared_by_a_ratio():
     assert context._tiering._has_kv is False
 
 
-def test_what_a_tier_needs():
+def test_requirements_of_a_host_tier():
     config = make_config(num_host_blocks=1, num_host_states=1)
     spec = MODEL.config.state_spec(torch.float64)
     with pytest.raises(InvalidArgumentError, match="a host tier needs kv_spec"):
@@ -403,7 +403,7 @@ def test_a_state_worth_a_row_but_no_slot_gets_both():
     assert sum(each.loads_state for each in others) >= 4
 
 
-def test_a_slot_is_kept_until_its_copy_is_over():
+def test_a_slot_is_kept_until_its_copy_has_ended():
     """If half of all slots are being copied, a copy is cancelled, not the next state."""
     context = make_tiered(max_slots=4, num_kv_blocks=100)
     late = install(context, LateTransfers)
@@ -423,7 +423,7 @@ def test_a_slot_is_kept_until_its_copy_is_over():
     context.check_invariants()
 
 
-def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
+def test_a_state_saved_while_decoding_is_filed_under_its_whole_prefix():
     """The tier's policy can then match the state with the next turn's path."""
     context = make_tiered(max_slots=20, num_kv_blocks=100)
     run = generate(context, PROMPT, 12)

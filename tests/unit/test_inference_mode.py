@@ -1,4 +1,4 @@
-"""In and out of PyTorch's inference mode, and under another default device of PyTorch.
+"""Use in and out of PyTorch's inference mode, and under another default device of PyTorch.
 
 Contexts used in and out of the mode: tests/support/context_machine.py.
 

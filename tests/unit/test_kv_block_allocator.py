@@ -182,7 +182,7 @@ def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, messa
     assert snapshot(pool) == before
 
 
-def test_prefixes_that_share_an_id_are_told_apart(pool):
+def test_prefixes_that_share_an_id_are_distinguished(pool):
     mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
     one, other = pool.allocate_memory_blocks(2)
     assert pool.register_kv_block_hashes([one], mine) == pool.match_prefix(mine) == [one]

@@ -227,7 +227,7 @@ def test_a_publisher_that_fails_leaves_the_cache_as_it_is(caplog):
     publisher.close()
 
 
-def test_a_closed_publisher_is_forgotten_and_its_subscribers_know_nothing():
+def test_a_closed_publisher_is_removed_and_its_subscribers_are_cleared():
     engine = make_engine()
     publisher = EventPublisher(**ANY)
     with Subscriber(publisher) as subscriber:

@@ -295,7 +295,7 @@ def test_threads_are_as_many_as_processors_can_feed(
     assert all(each.daemon for each in mine), "an unclosed tier must not keep the process alive"
 
 
-def test_after_two_failures_it_is_left_alone_for_a_while(tier, monkeypatch) -> None:
+def test_after_two_failures_a_tier_is_paused(tier, monkeypatch) -> None:
     """The result of removing the entry in between does not count for reads."""
     clock = ManualClock()
     monkeypatch.setattr(lower, "time", clock)
@@ -437,7 +437,7 @@ def test_a_fault_in_one_chunk_fails_the_entry_once(chunked, monkeypatch, failing
 
 
 def test_chunks_of_an_entry_that_failed_are_not_read(chunked, monkeypatch) -> None:
-    """One reader, whose first read fails."""
+    """The tier has one reader, and the first read fails."""
     tier, begun = chunked(1), []
     with monkeypatch.context() as patch:
         reading(patch, tier, lambda number, _: begun.append(number) or StoreFault.IO_ERROR)

@@ -1,7 +1,7 @@
 """Metadata of Mamba2 layers from an engine's batch.
 
-Chunks are those of ``compute_chunk_metadata``, which tests/property/test_chunk_metadata.py compares
-with loops.
+``compute_chunk_metadata`` cuts the chunks; tests/property/test_chunk_metadata.py compares it with
+loops.
 """
 
 from dataclasses import fields

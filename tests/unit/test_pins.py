@@ -97,7 +97,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(name):
+def test_an_expired_pin_holds_nothing_from_the_next_call_on(name):
     """Any call ends the pin, reads included; the call's result no longer counts the pin."""
     context = expired(num_requests=1)
     answer = CALLS[name](context)
@@ -278,7 +278,7 @@ def test_references_of_no_pin_are_found():
         context._pins.check_invariants()
 
 
-def test_a_pin_that_is_over_contradicts_nothing():
+def test_an_expired_pin_breaks_no_invariant():
     """Regression: a pin expired between two reads of the check, which found an unpinned slot."""
     expired().check_invariants()
 

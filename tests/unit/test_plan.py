@@ -115,7 +115,7 @@ def test_memory_is_filled_and_no_more(workload, shape):
     assert config["block_size_tokens"] % shape.ssm_chunk_size == 0
 
 
-def test_when_memory_is_short_it_is_said_how_many_requests_fit():
+def test_when_memory_is_short_the_error_has_the_number_of_requests_that_fit():
     shape = load_shape("nemotron-h-8b")
 
     def plan(concurrency):

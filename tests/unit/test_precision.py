@@ -25,7 +25,7 @@ def settings():
 @pytest.mark.parametrize(
     ("setting", "name"), [("none", "highest"), ("ieee", "highest"), ("tf32", "high")]
 )
-def test_each_device_has_a_precision_of_its_own(own, setting, name) -> None:
+def test_each_device_has_a_separate_precision(own, setting, name) -> None:
     MATMUL[own].fp32_precision = setting
     found = {device: float32_precision(device) for device in MATMUL}
     assert found == dict.fromkeys(MATMUL, "highest") | {own: name}

@@ -143,7 +143,7 @@ def test_nothing_is_brought_twice(context, tier) -> None:
     assert tier.loads == []
 
 
-def test_a_flight_that_is_over_is_not_joined(context, tier, monkeypatch) -> None:
+def test_a_finished_flight_is_not_joined(context, tier, monkeypatch) -> None:
     """Another thread ends the flight between lookup and join: by then the row is filled."""
     ask(context)
     join = prefetching.Flight.join

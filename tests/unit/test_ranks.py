@@ -180,7 +180,7 @@ def test_an_exchange_that_breaks_off_leaves_nothing_held(at):
     context.check_invariants()
     if at == 3:
         context.abort_step()
-    if at >= 2:  # it was admitted
+    if at >= 2:  # the request was admitted
         assert context.resume_request("again").skip_tokens == 24
         go_on(alone, PROMPT, 1, "again")
     else:

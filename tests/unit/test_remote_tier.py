@@ -80,7 +80,7 @@ def test_an_entry_is_stored_in_this_order(bench) -> None:
 
 
 def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
-    """This process remembers it for a minute, then asks the store; another process asks at once."""
+    """This process remembers the entry for a minute, then asks the store, as others do at once."""
     assert bench.put(1) is None
     calls = calls_of(bench)
     assert bench.put(1) is None
@@ -193,7 +193,7 @@ def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
     assert sum(stats.refused.values()) == 1
 
 
-def test_without_an_answer_whether_it_is_there_an_entry_is_not_put(bench) -> None:
+def test_an_entry_is_not_put_if_its_lookup_got_no_answer(bench) -> None:
     bench.faulty.inject("exists_many", Trouble.FAIL, fault=StoreFault.REJECTED, times=1)
     assert bench.put(1) is Refusal.IO_ERROR
     assert bench.tier.stats().dropped == {"rejected": 1}

@@ -287,7 +287,7 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
     assert steps.context.status("b") is RequestStatus.PREEMPTED  # the younger one
 
 
-def test_a_request_that_does_not_fit_is_called_as_its_caller_calls_it(rng):
+def test_the_error_of_a_request_that_does_not_fit_has_its_callers_name(rng):
     """Regression: a batch's request was named by the context's number."""
     steps = Steps()
     prepared = steps.context.prepare(Request(request_id=17, prompt_tokens=draw_prompt(rng, 5)))
@@ -329,7 +329,7 @@ def test_as_many_forks_as_there_is_room_for(rng, changes, expected):
     left = BLOCK + 3
     while left:
         [(name, computed)] = steps.run().items()
-        assert name == "a"  # the others wait for its first token
+        assert name == "a"  # the other requests wait for the first token of "a"
         left -= computed
     forks = steps.scheduler.fork(first, lambda fork: ord(fork.key))
     assert [fork.key for fork in forks] == expected

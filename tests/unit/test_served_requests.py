@@ -35,7 +35,7 @@ def test_a_manager_rests_after_calls_that_broke_off_before_its_batch_began():
     calls, rests = [], []
 
     class Refusing:
-        """A cache whose model cannot run."""
+        """A cache that refuses to run its model."""
 
         def run_batches(self, manager):
             calls.append(manager)

@@ -388,7 +388,7 @@ def test_disk_and_store_together(make, store, tmp_path) -> None:
     assert_same_run(run, PROMPT)
 
 
-def test_where_the_disk_has_it_all_the_store_is_not_asked(make, store, tmp_path) -> None:
+def test_if_the_disk_has_all_entries_the_store_is_not_asked(make, store, tmp_path) -> None:
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
@@ -397,7 +397,7 @@ def test_where_the_disk_has_it_all_the_store_is_not_asked(make, store, tmp_path)
     assert context.store_tier.stats().asks == 0
 
 
-def test_the_queue_of_a_disk_has_a_length_of_its_own(tmp_path, monkeypatch) -> None:
+def test_the_queue_of_a_disk_has_a_separate_length(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tier_memory, "_MAX_QUEUED_ON_DISK", 0)
     context = filled(None, disk_cache_path=tmp_path, disk_cache_gb=0.01)
     stats = context.disk_tier.stats()
@@ -452,7 +452,7 @@ def test_a_prefetch_that_waits_for_the_disk_holds_up_none_after_it(
 
 
 def test_hits_are_offered_to_the_store_for_the_second_time(make, clock) -> None:
-    """By default an entry is written when it is used for the second time."""
+    """By default an entry is written at its second use."""
     store = MemoryStore()
     context = make(store, write_on_use=2)
     generate(context, PROMPT, 2)

@@ -199,7 +199,7 @@ def test_an_answer_of_another_kind_is_ignored():
         store.close()
 
 
-def test_a_blob_that_is_longer_than_its_buffer_is_not_asked_for():
+def test_a_blob_longer_than_its_buffer_is_not_requested():
     with Speaker([*GREETING, b":11\r\n", b":2\r\n", b"$2\r\nab\r\n"]) as server:
         store = valkey(server)
         into = [buffer(), buffer()]
@@ -410,7 +410,7 @@ def test_results_that_are_no_fault_of_mooncake(master, monkeypatch):
     assert store.get_many_into(["a"], [buffer()]) == [0]  # no bytes: verification refuses them
 
 
-def test_answers_for_other_keys_than_were_asked_for_are_not_believed(master, monkeypatch):
+def test_answers_for_other_keys_than_requested_are_rejected(master, monkeypatch):
     store = mooncake(master)
     monkeypatch.setattr(Client, "codes", [1])
     assert store.exists_many(["a", "b"]) == [StoreFault.REJECTED] * 2

@@ -95,7 +95,7 @@ def test_bad_bytes_are_not_kept_because_they_are_there_already():
     assert_same_run(run, prompt)
 
 
-def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
+def test_no_row_is_reused_while_a_copy_from_it_is_under_way():
     """A load's rows are held until its copy has ended, even if the request has ended."""
     context = make_tiered(num_host_states=2, num_host_blocks=6)
     prompt = PROMPT[: 3 * BLOCK + 2]

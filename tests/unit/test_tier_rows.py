@@ -212,7 +212,7 @@ def test_an_entry_that_is_removed_while_it_is_read_leaves_its_row_to_the_reader(
     pool.check_invariants()
 
 
-def test_the_end_of_a_prefix_goes_before_its_beginning():
+def test_a_prefix_is_evicted_from_its_end():
     pool = ready(3)
     store(pool, 1, 2, 3)
     leases = [pool.read(facts(number)) for number in (1, 2, 3)]

@@ -59,7 +59,7 @@ def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) 
     disk.close()
 
 
-def test_a_wrong_entry_goes_from_a_disk_that_is_left_alone(tmp_path) -> None:
+def test_a_wrong_entry_is_removed_from_a_paused_disk(tmp_path) -> None:
     """Otherwise the entry would be found when the disk is used again."""
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
