@@ -241,7 +241,7 @@ BYTES = [
 
 
 def test_entries_and_the_checksums_of_their_layers(entries, device):
-    """Every byte of an entry changes only its own chunk's sum."""
+    """Each chunk of an entry has a sum, independent of the other chunks and entries."""
     assert entries.count == 4 + 1 + 2
     entries.write()
     sums = entries.sums.clone()

@@ -1,4 +1,4 @@
-"""A context with tiers, pins, salt shares, verified hits and the log of requests, in any order."""
+"""A context with tiers, pins, verified hits and the log of requests, in any order."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ from mamba_cache.integrations.trace import TraceLog
 
 
 class Watched:
-    """Salt shares, pins, verified hits and the log, added to a tier's machine.
+    """Verified hits, pins and the log of requests, added to the machine of a tier.
 
     Whatever tiers lose or damage, steps abort and pins hold, a hit equals the model's own result,
     and each request is in the trace.

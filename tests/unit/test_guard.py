@@ -218,7 +218,7 @@ def test_a_call_of_another_thread_is_refused_or_waits():
 
 
 def change(slots):
-    """Call every mutating method of blocks and slots."""
+    """Call methods that change blocks and slots in every way."""
     blocks = slots.kv_blocks
     cached = cache(blocks, 5, 6)
     save(slots, *cached)

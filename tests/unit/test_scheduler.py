@@ -329,7 +329,7 @@ def test_as_many_forks_as_there_is_room_for(rng, changes, expected):
     left = BLOCK + 3
     while left:
         [(name, computed)] = steps.run().items()
-        assert name == "a"  # the other requests wait for the first token of "a"
+        assert name == "a"  # its forks wait for its first token
         left -= computed
     forks = steps.scheduler.fork(first, lambda fork: ord(fork.key))
     assert [fork.key for fork in forks] == expected
