@@ -245,6 +245,19 @@ def test_steps_are_committed_collected_and_begun_in_order(context):
     assert context.finish("a") == [9, 4, 1]
 
 
+def test_a_request_is_forked_once_its_tokens_are_collected():
+    """The forks would begin without the token that only the device knows."""
+    context = make_context()
+    prefill(context, "a")
+    compute(context)
+    context.commit_step(DeviceTokens(torch.tensor([[4]])))
+    with pytest.raises(StepOrderError, match="call collect_step before fork"):
+        context.fork("a", ["b"])
+    assert context.collect_step() == {"a": [4]}
+    context.fork("a", ["b"])
+    assert context.finish("b") == context.finish("a") == [9, 4]
+
+
 def test_a_device_token_that_is_none_loses_nothing(context):
     prefill(context, "a", "b")
     compute(context)
