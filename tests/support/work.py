@@ -23,12 +23,7 @@ def lines_executed(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(previous)
+    _observe(sys.gettrace, sys.settrace, trace, call)
     return count
 
 
@@ -40,10 +35,20 @@ def calls_made(call: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    previous = sys.getprofile()
-    sys.setprofile(profile)
+    _observe(sys.getprofile, sys.setprofile, profile, call)
+    return count
+
+
+def _observe(
+    current: Callable[[], Any],
+    install: Callable[[Any], None],
+    observer: Callable[[FrameType, str, Any], Any],
+    call: Callable[[], object],
+) -> None:
+    """Make a call under a trace or profile function, and restore the previous one."""
+    previous = current()
+    install(observer)
     try:
         call()
     finally:
-        sys.setprofile(previous)
-    return count
+        install(previous)
